@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Objective": "objective",
-    "grpo_loss": "chunked",
-    "token_logps": "chunked",
+    "grpo_loss": "loss",
+    "token_logps": "loss",
     "GRPOConfig": "trainer",
     "GRPOTrainer": "trainer",
 }

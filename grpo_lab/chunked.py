@@ -1,0 +1,265 @@
+"""The chunked loss head: full logits never exist, and gradients are computed in the forward pass.
+
+A chunk's logits live in one reused ``(C, V)`` buffer: cuBLAS fills it, one kernel reads it for log-probs and
+entropies, the objective turns those into coefficients, a second kernel overwrites it with the logits gradient, and two
+more GEMMs take that to dH and dW before the next chunk begins. ``loss.py`` holds the public functions.
+
+Routes, by what a token's coefficient depends on (``Objective.coupling``):
+  nothing, token   one pass over chunks of packed tokens
+  sequence         one pass over chunks of whole sequences; two phases if a sequence is longer than a chunk
+  batch            two phases: all log-probs first, gradients when the backward pass asks for them
+GEMMs of head size, f the share of tokens with a gradient: 1 + 2f in one pass and 1 + 3f in two phases, f fewer where
+the head is frozen.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from grpo_lab.kernels import logits_grad, resolve_backend, row_stats
+from grpo_lab.naive import naive_logps
+
+# Bytes of the logits buffer for chunk_tokens="auto". On a GPU small chunks pay for launches and for the fp32 dW that
+# each of them reads and writes; on a CPU large ones leave the cache.
+AUTO_BUFFER_BYTES = {"cuda": 640 << 20, "cpu": 32 << 20}
+
+
+def plan_chunk(n_tokens: int, vocab: int, itemsize: int, device: torch.device, free_bytes: int | None = None) -> int:
+    """Rows C of the logits buffer for ``n_tokens`` scored tokens: the fewest equal chunks whose buffer stays within
+    ``AUTO_BUFFER_BYTES`` and a quarter of the free device memory."""
+    budget = AUTO_BUFFER_BYTES.get(device.type, AUTO_BUFFER_BYTES["cuda"])
+    if free_bytes is None and device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free_bytes = torch.cuda.mem_get_info(device)[0] + cached
+    if free_bytes is not None:
+        budget = min(budget, free_bytes // 4)
+    most = max(64, budget // (vocab * itemsize))
+    chunks = max(1, -(-n_tokens // most))
+    return -(-max(1, n_tokens) // chunks)
+
+
+def one_pass(sweep, objective, tokens, hidden, weight, bias, coupling):
+    """Loss, log-probs, entropies and diagnostics, with the gradients already computed and attached to the loss."""
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    # The logits gradient is rounded to the head's dtype: at its natural size (1 / N) fp16 would lose it. A power of two
+    # moves it to about 1 and back without a rounding error.
+    scale = _power_of_two(torch.cat([tokens.weight, objective.entropy_coef * tokens.entropy_weight[None]]))
+    coefficients = None
+    if any(needs):
+        if coupling == "nothing":
+            known, _ = objective.coefficients(torch.zeros_like(tokens.weight), torch.zeros_like(tokens.weight), tokens)
+
+        def coefficients(part, logps, entropy):
+            if coupling == "nothing":
+                return known[part] / scale, None
+            c, e = objective.coefficients(logps[part], entropy[part], tokens[part])
+            return c / scale, None if e is None else e / scale
+
+    with torch.no_grad():
+        (logps, _, entropy), grads = sweep(hidden, weight, bias, needs, coefficients)
+        loss, diagnostics = objective.loss(logps, entropy, tokens)
+    if any(needs):
+        loss = _Precomputed.apply(loss, scale, grads, hidden, weight, bias)
+    return loss, logps, entropy, diagnostics
+
+
+class _Precomputed(torch.autograd.Function):
+    """A loss whose gradients exist already: the backward pass only scales them, in place."""
+
+    @staticmethod
+    def forward(ctx, loss, scale, grads, hidden, weight, bias):
+        ctx.scale, ctx.grads = scale, grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.grads is None:
+            raise RuntimeError(
+                "the chunked loss was sent backward a second time; it computes its gradients once, in the forward pass. "
+                "Call grpo_loss again, or use token_logps where a graph must be kept (retain_graph=True)"
+            )
+        grads, ctx.grads = ctx.grads, None
+        return None, None, None, *(None if g is None else g.mul_((grad * ctx.scale).to(g.dtype)) for g in grads)
+
+
+class LogProbs(torch.autograd.Function):
+    """Log-probs and entropies ``(N,)``; the backward pass recomputes the logits of tokens that have a gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, sweep):
+        (logps, lse, entropy), _ = sweep(hidden, weight, bias)
+        ctx.save_for_backward(hidden, weight, bias, lse, entropy)
+        ctx.sweep = sweep
+        ctx.set_materialize_grads(False)
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx, c, e):
+        hidden, weight, bias, lse, entropy = ctx.saved_tensors
+        c = torch.zeros_like(lse) if c is None else c
+        has_grad = c != 0 if e is None else (c != 0) | (e != 0)
+        order = has_grad.logical_not().long().argsort(stable=True)[: int(has_grad.sum())]
+        c, e = c[order], None if e is None else e[order]
+        scale = _power_of_two(c if e is None else torch.cat([c, e]))
+        c, e = c / scale, None if e is None else e / scale
+        _, grads = ctx.sweep.subset(order)(
+            hidden,
+            weight,
+            bias,
+            ctx.needs_input_grad[:3],
+            lambda part, *_: (c[part], None if e is None else e[part]),
+            known=(None, lse[order], entropy[order]),
+        )
+        return *(None if g is None else g.mul_(scale.to(g.dtype)) for g in grads), None
+
+
+@dataclass(frozen=True)
+class Head:
+    """How raw head outputs become logits, and in which dtype."""
+
+    dtype: torch.dtype
+    logits: dict  # logit_scale, softcap, inv_t, backend: what the row kernels need
+    logits_fp32: bool
+    temperature: float
+
+    @classmethod
+    def of(cls, hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32):
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        else:
+            dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap={softcap!r}: expected None or a number above 0")
+        backend = resolve_backend(backend, hidden.device)
+        logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=1.0 / temperature, backend=backend)
+        return cls(dtype, logits, logits_fp32 and dtype.itemsize < 4, temperature)
+
+    @property
+    def itemsize(self):
+        return 4 if self.logits_fp32 else self.dtype.itemsize
+
+    def naive(self, hidden, weight, bias, token_ids, scored, entropy_grad):
+        return naive_logps(
+            hidden, weight, token_ids, scored, temperature=self.temperature, bias=bias, softcap=self.logits["softcap"],
+            logit_scale=self.logits["logit_scale"], logits_fp32=self.logits_fp32, entropy_grad=entropy_grad,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The loop over chunks. ``spans`` are ``(start, end, active)``: the chunk's tokens, of which the first ``active``
+    have a gradient."""
+
+    head: Head
+    position: torch.Tensor  # (N,) rows of the flattened hidden states
+    ids: torch.Tensor  # (N,)
+    spans: list
+    C: int
+
+    def subset(self, order):
+        """The sweep over these tokens alone, all of them with a gradient."""
+        n = len(order)
+        spans = [(a, min(a + self.C, n), min(self.C, n - a)) for a in range(0, n, self.C)]
+        return Sweep(self.head, self.position[order], self.ids[order], spans, self.C)
+
+    def __call__(self, hidden, weight, bias, needs=(False, False, False), coefficients=None, known=None):
+        """Returns ``(logps, lse, entropy)``, each ``(N,)``, and the needed gradients of (hidden, weight, bias).
+
+        ``coefficients(part, logps, entropy)`` gives ``(c, e)`` of the tokens in the slice ``part``; ``known`` are the
+        statistics if an earlier phase has computed them.
+        """
+        dtype, C = self.head.dtype, self.C
+        (V, H), device = weight.shape, hidden.device
+        wide = torch.promote_types(dtype, torch.float32)
+        states = hidden.detach().reshape(-1, H)
+        weight_dtype = weight.dtype
+        weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        project = _projection(weight, bias, self.head.logits_fp32)
+        logps, lse, entropy = known or torch.empty(3, len(self.position), dtype=wide, device=device).unbind()
+        z = torch.empty(C, V, dtype=wide if self.head.logits_fp32 else dtype, device=device)
+        g = torch.empty(C, V, dtype=dtype, device=device) if self.head.logits_fp32 and any(needs) else z
+        h = torch.zeros(C, H, dtype=dtype, device=device)
+        d_states = torch.zeros_like(states) if needs[0] else None
+        d_weight = torch.zeros(V, H, dtype=wide, device=device) if needs[1] else None
+        d_bias = torch.zeros(V, dtype=wide, device=device) if needs[2] else None
+
+        with torch.autocast(device.type, enabled=False):
+            for a, b, active in self.spans:
+                h[: b - a] = states[self.position[a:b]]
+                # All C rows every time, whatever the buffer's tail holds: with one GEMM shape a token gets the same bits
+                # in every call, whoever its neighbours are.
+                project(h, z)
+                if known is None:
+                    part = slice(a, b)
+                    row_stats(z[: b - a], self.ids[part], logps[part], lse[part], entropy[part], **self.head.logits)
+                if not active or coefficients is None:
+                    continue
+                part, rows = slice(a, a + active), slice(0, active)
+                c, e = coefficients(part, logps, entropy)
+                logits_grad(z[rows], g[rows], self.ids[part], lse[part], entropy[part], c, e, **self.head.logits)
+                if d_states is not None:
+                    d_states.index_copy_(0, self.position[part], torch.mm(g[rows], weight).to(d_states.dtype))
+                if d_weight is not None:
+                    _addmm_wide(d_weight, g[rows].t(), h[rows])
+                if d_bias is not None:
+                    d_bias += g[rows].sum(0, dtype=wide)
+        d_hidden = None if d_states is None else d_states.view(hidden.shape)
+        d_weight = None if d_weight is None else d_weight.to(weight_dtype)
+        return (logps, lse, entropy), (d_hidden, d_weight, None if d_bias is None else d_bias.to(weight_dtype))
+
+
+def _projection(weight, bias, fp32):
+    """``project(h, out)``: out = h @ weight.T + bias, rounded once."""
+    if not fp32:
+        if bias is None:
+            return lambda h, out: torch.mm(h, weight.t(), out=out)
+        return lambda h, out: torch.addmm(bias, h, weight.t(), out=out)
+    if weight.is_cuda:
+        add_bias = (lambda out: out) if bias is None else (lambda out: out.add_(bias))
+        return lambda h, out: add_bias(torch.mm(h, weight.t(), out_dtype=torch.float32, out=out))
+    weight, bias = weight.float(), None if bias is None else bias.float()
+    return lambda h, out: _projection(weight, bias, False)(h.float(), out)
+
+
+def _addmm_wide(total, a, b):
+    """``total += a @ b`` in total's fp32, without rounding the product to the factors' dtype first."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _power_of_two(x):
+    """The power of two below the largest magnitude in x (0-dim tensor, no device sync)."""
+    largest = torch.cat([x.detach().abs(), x.new_zeros(1)]).max()
+    return torch.exp2(torch.floor(torch.log2(largest.clamp(min=torch.finfo(x.dtype).tiny))))
+
+
+def packed(scored, active, n, n_active, C):
+    """Scored positions, those with a gradient first, and their spans of C tokens."""
+    order = torch.where(active, 0, torch.where(scored, 1, 2)).reshape(-1).argsort(stable=True)
+    spans = [(a, min(a + C, n), min(max(n_active - a, 0), C)) for a in range(0, n, C)]
+    return order[:n], [(a, b, min(active, b - a)) for a, b, active in spans]
+
+
+def whole_sequences(scored, active, lengths, C):
+    """Scored positions and spans of at most C tokens that cut no sequence: first-fit decreasing, active ones first."""
+    bins = []  # [tokens, active, sequences]
+    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
+        home = next((bin for bin in bins if bin[1] == active[i] and bin[0] + lengths[i] <= C), None)
+        if home is None:
+            bins.append(home := [0, active[i], []])
+        home[0] += lengths[i]
+        home[2].append(i)
+    rank = [0] * len(lengths)
+    spans, start = [], 0
+    for tokens, is_active, sequences in bins:
+        spans.append((start, start + tokens, tokens if is_active else 0))
+        start += tokens
+        for i in sequences:
+            rank[i] = len(spans)
+    key = torch.tensor(rank, device=scored.device)[:, None].expand(scored.shape)
+    return key.masked_fill(~scored, len(spans) + 1).reshape(-1).argsort(stable=True)[:start], spans

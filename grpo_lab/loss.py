@@ -1,0 +1,198 @@
+"""The package's entry points, ``grpo_loss`` and ``token_logps``: checks, packing, and the choice of a route.
+
+``impl="chunked"`` (what "auto" means) never builds full logits; ``impl="naive"`` runs the textbook head through the
+same objective, so that one word switches between them. ``chunked.py``, ``naive.py`` and ``objective.py`` do the work.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from grpo_lab import chunked
+from grpo_lab.objective import Objective, Stats, Tokens, report
+
+
+def grpo_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    objective: Objective | None = None,
+    bias: torch.Tensor | None = None,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    sampling_logps: torch.Tensor | None = None,
+    importance_ratio: torch.Tensor | None = None,
+    num_items: torch.Tensor | float | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    impl: str = "auto",
+    backend: str = "auto",
+    chunk_tokens: int | str = "auto",
+    logits_fp32: bool = False,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, Stats]:
+    """The GRPO-family loss of a batch from its hidden states and output head, without its full logits.
+
+    Args:
+        hidden: ``(B, T, H)`` states that predict the completion tokens (position t predicts ``token_ids[:, t]``).
+        weight: ``(V, H)`` output head; ``bias`` ``(V,)``.
+        token_ids: ``(B, T)`` sampled tokens. mask: ``(B, T)``, nonzero where a token is scored; what lies elsewhere,
+            NaN included, has no effect.
+        advantages: ``(B,)``, or ``(B, T)`` per token.
+        objective: what is optimised, default ``Objective()``.
+        old_logps, ref_logps, sampling_logps: ``(B, T)`` log-probs of the policy that ratios are taken against (None:
+            on-policy, ratio 1), of the reference model (needed if beta != 0), of the sampler (for the off-policy mask;
+            None: old_logps).
+        importance_ratio: ``(B, T)`` or ``(B, 1)`` sampler correction that multiplies the policy loss.
+        num_items: tokens that dapo, cispo and vespo divide by (None: those scored here).
+        softcap, logit_scale: a logit is ``softcap * tanh(logit_scale * z / softcap)``, divided by the temperature.
+        impl: "chunked" ("auto" means it) or "naive". backend: who runs the row kernels, "torch", "triton" or "auto".
+        chunk_tokens: rows of the logits buffer, or "auto". logits_fp32: keep a chunk's logits in fp32.
+        gather: collects ``(n,)`` entropies from all ranks where ``top_entropy_quantile`` is to span them.
+
+    Returns:
+        The scalar loss, differentiable in hidden, weight and bias, and ``Stats``.
+
+    Raises:
+        ValueError: shapes that do not match, scored ids outside the vocabulary, unknown names, an option that the
+            inputs do not allow. The message names the argument, its value and what was expected.
+    """
+    objective = Objective() if objective is None else objective
+    head = chunked.Head.of(hidden, weight, bias, objective.temperature, softcap, logit_scale, backend, logits_fp32)
+    B, T = shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
+    for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("sampling_logps", sampling_logps)):
+        _check(x is None or x.shape == shape, name, x, f"shape {tuple(shape)}")
+    _check(advantages.shape in ((B,), shape), "advantages", advantages, f"shape {(B,)} or {tuple(shape)}")
+    ratio = importance_ratio
+    _check(
+        ratio is None or ratio.shape in ((B, 1), shape), "importance_ratio", ratio, f"shape {(B, 1)} or {tuple(shape)}"
+    )
+    if objective.loss_type == "vespo":
+        _check(ratio is None or ratio.shape == shape, "importance_ratio", ratio, f"shape {tuple(shape)}: vespo sums it")
+    _check(objective.beta == 0.0 or ref_logps is not None, "ref_logps", None, "reference log-probs, since beta != 0")
+
+    advantages_BT = (advantages if advantages.dim() == 2 else advantages[:, None]).expand(shape)
+    ratio_BT = None if ratio is None else ratio.expand(shape)
+    scored = mask != 0
+    active = scored & objective.active(advantages_BT, ratio_BT)
+    lengths, n_active = _scan(token_ids, scored, active, weight.shape[0])
+    C = _chunk_rows(chunk_tokens, sum(lengths), weight.shape[0], head, hidden.device)
+
+    coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
+    in_one_pass = impl != "naive" and (coupling in ("nothing", "token") or coupling == "sequence" and max(lengths) <= C)
+    if in_one_pass and coupling == "sequence":
+        position, spans = chunked.whole_sequences(scored, active.any(-1).tolist(), lengths, C)
+    else:
+        position, spans = chunked.packed(scored, active, sum(lengths), n_active, C)
+
+    stat_dtype = torch.promote_types(head.dtype, torch.float32)
+    pack = lambda x: None if x is None else x.detach().reshape(-1)[position].to(stat_dtype)  # noqa: E731
+    lengths_B = scored.sum(-1).to(stat_dtype)
+    tokens = Tokens(
+        shape=shape,
+        position=position,
+        ids=token_ids.reshape(-1)[position],
+        lengths=lengths_B,
+        advantages=pack(advantages_BT),
+        weight=objective.weights(lengths_B, position // T, num_items),
+        entropy_weight=1.0 / lengths_B.sum().clamp(min=1.0),
+        old_logps=pack(old_logps),
+        ref_logps=pack(ref_logps),
+        sampling_logps=pack(sampling_logps),
+        importance_ratio=pack(ratio_BT),
+        gather=gather,
+    )
+    sweep = chunked.Sweep(head, tokens.position, tokens.ids, spans, C)
+    if in_one_pass:
+        loss, logps, entropy, diagnostics = chunked.one_pass(sweep, objective, tokens, hidden, weight, bias, coupling)
+    else:
+        if impl == "naive":
+            logps, entropy = head.naive(hidden, weight, bias, token_ids, scored, objective.entropy_coef != 0.0)
+            logps, entropy = logps.reshape(-1)[position], entropy.reshape(-1)[position]
+        else:
+            logps, entropy = chunked.LogProbs.apply(hidden, weight, bias, sweep)
+        loss, diagnostics = objective.loss(logps, entropy, tokens)
+    stats = report(objective, tokens, logps.detach(), entropy.detach(), diagnostics, advantages.dim() == 2)
+    return loss, stats
+
+
+def token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    impl: str = "auto",
+    backend: str = "auto",
+    chunk_tokens: int | str = "auto",
+    logits_fp32: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies ``(B, T)``, 0 where nothing is scored: the chunked head with any loss on top.
+
+    Arguments, shapes and errors as in ``grpo_loss``. Differentiable; the backward pass computes a chunk's logits again
+    instead of keeping them. Bitwise the log-probs that ``grpo_loss`` computes for the same tokens and chunk size.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature!r}: expected a number above 0")
+    head = chunked.Head.of(hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32)
+    shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
+    scored = mask != 0
+    lengths, n = _scan(token_ids, scored, scored, weight.shape[0])
+    if impl == "naive":
+        return head.naive(hidden, weight, bias, token_ids, scored, True)
+    C = _chunk_rows(chunk_tokens, n, weight.shape[0], head, hidden.device)
+    position, spans = chunked.packed(scored, scored, n, n, C)
+    sweep = chunked.Sweep(head, position, token_ids.reshape(-1)[position], spans, C)
+    return tuple(
+        x.new_zeros(scored.numel()).index_put((position,), x).view(shape)
+        for x in chunked.LogProbs.apply(hidden, weight, bias, sweep)
+    )
+
+
+def _scan(token_ids, scored, active, vocab):
+    """``(lengths of the sequences, active tokens)`` on the host: the call's one device sync, which checks ids too."""
+    outside = scored & ((token_ids < 0) | (token_ids >= vocab))
+    n_active, n_outside, *lengths = torch.cat([active.sum()[None], outside.sum()[None], scored.sum(-1)]).tolist()
+    if n_outside:
+        worst = token_ids[outside][0].item()
+        raise ValueError(
+            f"token_ids: {n_outside} scored ids, the first {worst}, lie outside the vocabulary [0, {vocab})"
+        )
+    return lengths, n_active
+
+
+def _chunk_rows(chunk_tokens, n, vocab, head, device):
+    C = chunked.plan_chunk(n, vocab, head.itemsize, device) if chunk_tokens == "auto" else chunk_tokens
+    return min(C, -(-max(n, 1) // 16) * 16)
+
+
+def _check(ok, name, value, expected):
+    if not ok:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{name}: got {got}, expected {expected}")
+
+
+def _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens):
+    _check(impl in ("auto", "naive", "chunked"), "impl", impl, "'naive', 'chunked' or 'auto'")
+    whole = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
+    _check(
+        chunk_tokens == "auto" or whole and chunk_tokens >= 1,
+        "chunk_tokens",
+        chunk_tokens,
+        "'auto' or a whole number >= 1",
+    )
+    _check(hidden.dim() == 3 and hidden.is_floating_point(), "hidden", hidden, "floating-point states (B, T, H)")
+    B, T, H = hidden.shape
+    _check(weight.dim() == 2 and weight.shape[1] == H, "weight", weight, f"shape (V, {H})")
+    _check(bias is None or bias.shape == weight.shape[:1], "bias", bias, f"shape ({len(weight)},)")
+    _check(token_ids.shape == (B, T), "token_ids", token_ids, f"shape {(B, T)}")
+    _check(not token_ids.is_floating_point(), "token_ids", token_ids.dtype, "an integer dtype")
+    _check(mask.shape == (B, T), "mask", mask, f"shape {(B, T)}")
+    return hidden.shape[:2]
