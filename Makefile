@@ -9,7 +9,8 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 PICK := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 # pip's own bar needs a terminal; a line a file shows progress everywhere, and errors still arrive on stderr.
 PIP = set -o pipefail; $(PY) -m pip install --disable-pip-version-check --progress-bar off
-SHOW = | awk '/Downloading|Processing|Building|Installing/ { print "  " substr($$0, 1, 100); fflush() }'
+SHOW = | awk '/Downloading|Processing|Building|Installing/ && !/finished/ \
+    { gsub(/^ +| \(from.*|\/[^ ]*\//, ""); print "  " substr($$0, 1, 100); fflush() }'
 
 .PHONY: demo test lab lint clean
 
