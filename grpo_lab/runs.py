@@ -139,18 +139,19 @@ def _whole(checkpoint):
         return False
 
 
-def _alive(status):
-    """Whether the process that wrote ``status`` still runs here; a process number used again does not count."""
+def executing(folder):
+    """The number of another live process that executes the run in ``folder``, else None."""
     import psutil
 
-    if status.get("host") != socket.gethostname():
-        return False
+    status = read_json(Path(folder) / "status.json") or {}
+    if status.get("status") != "running" or status["host"] != socket.gethostname() or status["pid"] == os.getpid():
+        return None
     try:
         process = psutil.Process(status["pid"])
-        same = abs(process.create_time() - status["process_started"]) < 2
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        same = abs(process.create_time() - status["process_started"]) < 2  # numbers are used again
+        return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.Error:
-        return False
+        return None
 
 
 class Run:
@@ -278,7 +279,7 @@ def open_run(notebook, params, root="runs"):
         run = Run(folder, "new")
     elif found["status"] == "finished":
         return Run(folder, "finished")
-    elif found["status"] == "running" and found["pid"] != os.getpid() and _alive(found):
+    elif executing(folder):
         raise ValueError(f"params: process {found['pid']} is executing this run in {folder}; wait for it, end it, or "
                          "change a parameter, such as seed")  # fmt: skip
     else:

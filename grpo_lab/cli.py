@@ -1,0 +1,189 @@
+"""The command line: ``python -m grpo_lab run 06 -p seed 3 -f params.yaml`` executes a notebook into its run folder.
+
+papermill does the executing, in the notebooks' folder as JupyterLab does; the folder is the one that ``open_run`` in
+the notebook names, so the same parameters again show a finished run and resume an interrupted one.
+"""
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from grpo_lab.doctor import CLONE, explain_failure
+from grpo_lab.runs import Run, executing, load_run, open_run, read_json, run_folder, set_aside
+
+
+def find_notebook(name):
+    """The notebook's path for ``06``, ``06_train_single_gpu`` or a path. Raises ValueError where there is not one."""
+    given, folder = Path(name), CLONE / "notebooks"
+    if given.suffix == ".ipynb" and given.is_file():
+        return given.resolve()
+    if not folder.is_dir():
+        raise ValueError(f"notebook = {name!r}: no notebooks lie beside the package in {CLONE}, since it was installed "
+                         "without its repository; clone that and run `pip install -e .` there, or give the path of "
+                         "an .ipynb file")  # fmt: skip
+    found = sorted(folder.glob(f"{given.stem}*.ipynb")) if given.name == name else []
+    if len(found) != 1:
+        names = ", ".join(p.stem for p in found or sorted(folder.glob("*.ipynb")))
+        what = "more than one begins so" if found else "no such notebook"
+        raise ValueError(f"notebook = {name!r}: {what}; expected one of {names}, or the path of an .ipynb file")
+    return found[0]
+
+
+def notebook_parameters(path):
+    """Names and default values from the notebook's one cell tagged ``parameters``, which holds plain literals."""
+    cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+    tagged = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
+    if len(tagged) != 1:
+        raise ValueError(f"notebook = {path}: {len(tagged)} cells are tagged `parameters`, expected exactly one")
+    body = ast.parse("".join(tagged[0]["source"])).body
+    return {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}
+
+
+def typed(name, value, default):
+    """``value`` (text from -p, or from YAML) in the type of the notebook's default, so that a run has one name."""
+    text = value.strip() if isinstance(value, str) else repr(value)
+    literal = {"true": "True", "false": "False", "null": "None", "none": "None"}.get(text.lower(), text)
+    try:
+        if isinstance(default, str):
+            return value if isinstance(value, str) else text
+        parsed = float(text) if isinstance(default, float) else ast.literal_eval(literal)
+    except (ValueError, SyntaxError):
+        parsed = value
+    if default is not None and type(parsed) is not type(default):
+        raise ValueError(f"{name} = {value!r}: expected {type(default).__name__}, as its default {default!r} in the "
+                         "notebook's parameters cell")  # fmt: skip
+    return parsed
+
+
+def merged_parameters(defaults, files, pairs):
+    """The parameters given by YAML files, then by -p pairs, typed. Raises ValueError for a name the notebook lacks."""
+    import yaml
+
+    given = {}
+    for file in files:
+        try:
+            content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"-f {file}: cannot be read as YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"-f {file}: expected lines `name: value`, found a {type(content).__name__}")
+        given |= content
+    given |= dict(pairs)
+    for name in given:
+        if name not in defaults:
+            near = difflib.get_close_matches(str(name), defaults, 1, 0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"parameter {name}: the notebook has none of this name; {hint}It has: {', '.join(defaults)}"
+            )
+    return {name: typed(name, value, defaults[name]) for name, value in given.items()}
+
+
+def show(folder):
+    """Print what a finished run found and where it lies."""
+    record = load_run(folder)
+    summary = {k: v for k, v in (record.summary or {}).items() if v is None or isinstance(v, (str, int, float))}
+    text = {k: f"{v:.3g}" if isinstance(v, float) else str(v) for k, v in summary.items()}
+    for name, value in text.items():
+        stem = name.removesuffix("_before")
+        if stem != name and f"{stem}_after" in text:
+            print(f"  {stem}: {value} before, {text[f'{stem}_after']} after")
+        elif not (name.endswith("_after") and name.removesuffix("_after") + "_before" in text):
+            print(f"  {name}: {value}")
+    print(f"  took: {record.status.get('seconds', '?')} s")
+    here = Path.cwd()
+    for path in [*sorted(folder.glob("*.ipynb")), *sorted(folder.glob("*.png")), folder]:
+        print(f"  {path.relative_to(here) if path.is_relative_to(here) else path}")
+
+
+def execute(path, folder, params, given):
+    """Execute the notebook into ``folder``; the exit status, with one line that says what failed and what to do."""
+    import papermill
+    from nbclient.exceptions import DeadKernelError
+
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / path.name
+    failure = None
+    try:
+        options = {
+            "kernel_name": "python3",
+            "language": "python",
+            "cwd": path.parent,
+            "progress_bar": False,
+            "stdout_file": sys.stdout,
+        }
+        papermill.execute_notebook(path, output, given, **options)
+    except papermill.PapermillExecutionError as error:
+        message = f"{error.ename}: {error.evalue}"
+        failure = *explain_failure(type(error.ename, (Exception,), {})(error.evalue), folder), message
+    except DeadKernelError as error:
+        remedy = explain_failure(MemoryError())[1]
+        failure = "kernel died", "Most often the system ended it for want of memory. " + remedy, str(error)
+    except KeyboardInterrupt as error:
+        failure = *explain_failure(error), "stopped from the keyboard"
+    status = read_json(folder / "status.json") or {}
+    if failure is None and status.get("status") == "finished":
+        return 0
+    if failure is None and not status and "open_run(" not in path.read_text(encoding="utf-8"):
+        open_run(path.stem, params, folder.parent).finish({})
+        return 0
+    if failure is None:
+        failure = "error", "Let the notebook hand open_run all of its parameters and call run.finish(summary).", (
+            f"the notebook ended, and left its run {status.get('status', 'in another folder')}")  # fmt: skip
+    if not status:
+        open_run(path.stem, params, folder.parent).fail(*failure)
+    elif status["status"] == "running":
+        Run(folder, "interrupted").fail(*failure)
+    reason, remedy, message = failure
+    lines = message.strip().splitlines() or [""]
+    print(f"{path.stem}: {reason}: {lines[0]}\n  {remedy}\n  {output}", file=sys.stderr)
+    return 130 if reason == "interrupted" else 1
+
+
+def run(arguments):
+    path = find_notebook(arguments.notebook)
+    defaults = notebook_parameters(path)
+    given = merged_parameters(defaults, arguments.file, arguments.parameter)
+    params = defaults | given
+    folder = run_folder(path.stem, params, Path(arguments.root).resolve() if arguments.root else "runs")
+    if process := executing(folder):
+        raise ValueError(f"process {process} is executing this run in {folder}; wait for it, or change a parameter")
+    if arguments.fresh and folder.exists():
+        print(f"earlier run: {set_aside(folder)}")
+    status = read_json(folder / "status.json") or {}
+    if status.get("status") == "finished":
+        print(f"{path.stem} has finished with these parameters (--fresh runs it anew):")
+    else:
+        print(f"{path.stem} -> {folder}" + (", resuming" if status else ""), flush=True)
+        os.environ |= {
+            "GRPO_LAB_RUNS": str(folder.parent),
+            "GRPO_LAB_HEADLESS": "1",
+            "GRPO_LAB_COMMAND": shlex.join(["python", "-m", "grpo_lab", *sys.argv[1:]]),
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # else each kernel prints the debugger's start-up advice
+        }
+        if code := execute(path, folder, params, given):
+            return code
+    show(folder)
+    return 0
+
+
+def main(argv=None):
+    """Exit status 0 for a finished run, 1 for a failed one, 2 for a request that cannot be met, 130 when stopped."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_lab", description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("run", help="execute a notebook into its run folder, or show the finished run")
+    command.add_argument("notebook", help="06, 06_train_single_gpu, or the path of an .ipynb file")
+    command.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    command.add_argument("-f", "--file", action="append", default=[], help="YAML file of parameters; -p overrides it")
+    command.add_argument("--root", help="folder of the run folders (default: $GRPO_LAB_RUNS, else the clone's runs/)")
+    command.add_argument("--fresh", action="store_true", help="set an earlier run of these parameters aside")
+    try:
+        return run(parser.parse_args(argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
