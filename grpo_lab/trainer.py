@@ -1,0 +1,268 @@
+"""GRPOConfig and GRPOTrainer: TRL's, with the loss head exchanged. ``from grpo_lab import GRPOConfig, GRPOTrainer``.
+
+Rollouts, rewards, advantages, optimiser, logging and checkpoints are TRL's. What changes is ``_compute_loss``: the head
+runs inside the model's forward through ``grpo_loss``. The first batch's loss and gradients are compared with the naive
+head and with TRL's own loss (``receipt.py``) before anything is trained on.
+"""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+import trl
+from transformers.utils import logging
+from trl.trainer.utils import nanmax, nanmin
+
+from grpo_lab import receipt
+from grpo_lab.head import score_in_forward
+from grpo_lab.loss import grpo_loss, token_logps
+from grpo_lab.objective import Objective
+
+TRL_VERSION = "1.16"
+if ".".join(trl.__version__.split(".")[:2]) != TRL_VERSION:
+    raise ImportError(
+        f"grpo_lab.trainer is tested with TRL {TRL_VERSION}.x, and trl {trl.__version__} is installed: "
+        f"`pip install 'trl=={TRL_VERSION}.*'`. grpo_lab.grpo_loss works without TRL."
+    )
+
+logger = logging.get_logger(__name__)
+LOSS_IMPLS = ("chunked", "naive", "trl")
+_FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """TRL's GRPOConfig and six more fields.
+
+    Raises:
+        ValueError: an unknown ``loss_impl``, or an option that the chosen loss cannot honour, by name.
+    """
+
+    loss_impl: str = field(
+        default="chunked",
+        metadata={"help": "Who computes the loss: 'chunked', 'naive' (full logits), or 'trl' (TRL's own, to compare)."},
+    )
+    use_liger_loss: bool | None = field(
+        default=None, metadata={"help": "The flag of 2025: True means loss_impl='chunked', False 'naive'."}
+    )
+    chunk_tokens: str = field(default="auto", metadata={"help": "Tokens in a chunk of logits, or 'auto'."})
+    logits_fp32: bool = field(default=False, metadata={"help": "Keep the logits in fp32 whatever the head's dtype."})
+    verify_first_batch: bool = field(
+        default=True,
+        metadata={
+            "help": "Compare the first batch's loss and gradients with the naive head's and TRL's; stop if not equal."
+        },
+    )
+    skip_zero_advantage: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave sequences of zero advantage out of the training forward where nothing else needs them. The "
+            "gradient is the same and the step shorter; entropy and clip metrics then cover the remaining sequences."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loss_impl not in LOSS_IMPLS:
+            raise ValueError(f"loss_impl={self.loss_impl!r}: expected one of {', '.join(LOSS_IMPLS)}")
+        if self.use_liger_loss is not None:
+            if self.loss_impl == "trl":
+                raise ValueError(f"use_liger_loss={self.use_liger_loss} contradicts loss_impl='trl': set one of them")
+            self.loss_impl = "chunked" if self.use_liger_loss else "naive"
+        if self.chunk_tokens != "auto":
+            self.chunk_tokens = int(self.chunk_tokens)  # a command line gives text
+        if self.use_adaptive_entropy and self.loss_impl != "trl":
+            raise ValueError(
+                f"use_adaptive_entropy=True is not supported with loss_impl={self.loss_impl!r}: use entropy_coef, or "
+                "loss_impl='trl'"
+            )
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's GRPOTrainer with the loss that ``args.loss_impl`` names.
+
+    ``receipt`` holds the comparison of the first batch (also in ``output_dir/receipt.json``), None until then.
+
+    Raises:
+        ValueError: ``args`` of another class, an option that the loss cannot honour.
+        grpo_lab.receipt.ReceiptError: the first batch's loss is not that of the naive head, or not TRL's.
+    """
+
+    def __init__(self, model, reward_funcs=None, args=None, *more, **kwargs):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        if not isinstance(args, GRPOConfig):
+            raise ValueError(
+                f"args is a {type(args).__module__}.{type(args).__name__}: import GRPOConfig from grpo_lab too"
+            )
+        self.objective = Objective.from_config(args)
+        self.receipt = None
+        super().__init__(model, reward_funcs, args, *more, **kwargs)
+        for m in (self.model, self.ref_model):
+            if m is not None:
+                m = self.accelerator.unwrap_model(m)
+                score_in_forward(m.get_base_model() if hasattr(m, "peft_config") else m)
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        if self.args.loss_impl == "trl":
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+        def scored_model(labels, fused_lm_head, **inputs):  # TRL slices the batch and builds the inputs; we score them
+            ids = F.pad(labels[:, 1:], (0, 1), value=-100)
+
+            def score(hidden, head):
+                with self._head_precision(hidden):
+                    logps, entropy = token_logps(
+                        hidden,
+                        head.weight,
+                        ids,
+                        ids != -100,
+                        temperature=self.temperature,
+                        **self._head_options(head, self.args.loss_impl),
+                    )
+                return dict(log_probs=logps[:, :-1], entropy=entropy[:, :-1])
+
+            return model(**inputs, score=score)
+
+        return super()._get_per_token_logps_and_entropies(scored_model, *args, **kwargs)
+
+    def _compute_loss(self, model, inputs):
+        if self.args.loss_impl == "trl":
+            return super()._compute_loss(model, inputs)
+        training = self.model.training
+        accumulation = self.current_gradient_accumulation_steps if training else 1.0
+        inputs, share = self._without_zero_advantage(inputs) if training else (inputs, 1.0)
+        forward_inputs = {key: inputs[key] for key in _FORWARD_KEYS if key in inputs}
+        if self.aux_loss_enabled:
+            forward_inputs["output_router_logits"] = True
+        stats = None
+
+        def score(hidden, head):
+            nonlocal stats
+            if training and self.receipt is None and self.args.verify_first_batch:
+                self.receipt = receipt.verify(self, inputs, hidden.detach(), head)
+            loss, stats = self.head_loss(hidden, head, inputs, self.args.loss_impl)
+            return dict(loss=loss)
+
+        with self.accelerator.autocast():
+            output = model(
+                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                score=score,
+                **forward_inputs,
+            )
+        loss = output.loss * (share / accumulation)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * output.aux_loss / accumulation
+        self._log_stats(stats, loss.detach(), output.aux_loss, accumulation)
+        return loss
+
+    def head_loss(self, hidden, head, inputs, impl):
+        """``grpo_loss`` of a batch as TRL prepares it, before the division by the accumulation steps.
+
+        ``hidden`` ``(B, P + T, H)`` covers prompt and completion: the positions that predict the completion are
+        scored in place, without a copy. Returns ``(loss, stats)`` with stats of ``(B, P + T)``.
+        """
+        T = inputs["completion_ids"].shape[1]
+        left = hidden.shape[1] - T - 1
+
+        def spread(x):
+            return x if x is None or x.shape[1:] != (T,) else F.pad(x, (left, 1))
+
+        num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:  # num_items_in_batch spans the generation batch, which is trained on in as many parts
+            num_items = num_items / self.args.steps_per_generation
+        masks_off_policy = self.objective.off_policy_mask_threshold is not None
+        with self._head_precision(hidden):
+            return grpo_loss(
+                hidden,
+                head.weight,
+                spread(inputs["completion_ids"]),
+                spread(inputs["completion_mask"] * inputs.get("tool_mask", 1)),
+                spread(inputs["advantages"]),
+                objective=self.objective,
+                old_logps=spread(inputs.get("old_per_token_logps")),
+                ref_logps=spread(inputs.get("ref_per_token_logps")),
+                sampling_logps=spread(inputs.get("sampling_per_token_logps")) if masks_off_policy else None,
+                importance_ratio=spread(inputs.get("importance_sampling_ratio")),
+                num_items=num_items,
+                gather=self._gather_entropies,
+                **self._head_options(head, impl),
+            )
+
+    def _head_options(self, head, impl):
+        return dict(
+            bias=head.bias,
+            softcap=head.softcap,
+            logit_scale=head.logit_scale,
+            impl=impl,
+            chunk_tokens=self.args.chunk_tokens,
+            logits_fp32=self.args.logits_fp32,
+        )
+
+    def _head_precision(self, hidden):
+        """An fp32 head (``cast_lm_head_to_fp32``) must not be cast back by autocast."""
+        return torch.autocast(hidden.device.type, enabled=False) if self.args.cast_lm_head_to_fp32 else nullcontext()
+
+    def _gather_entropies(self, entropy):
+        padded = self.accelerator.pad_across_processes(entropy, dim=0, pad_index=-1.0)  # an entropy is never negative
+        gathered = self.accelerator.gather(padded)
+        return gathered[gathered >= 0] if self.accelerator.num_processes > 1 else gathered
+
+    def _without_zero_advantage(self, inputs):
+        """The batch without zero-advantage sequences, and the factor that gives its loss the whole batch's scale."""
+        o, advantages = self.objective, inputs["advantages"]
+        needed = o.beta != 0.0 or o.entropy_coef != 0.0 or o.top_entropy_quantile < 1.0 or self.aux_loss_enabled
+        if not self.args.skip_zero_advantage or needed or any(key in inputs for key in _FORWARD_KEYS):
+            return inputs, 1.0
+        B = len(advantages)
+        keep = (advantages != 0).reshape(B, -1).any(-1).nonzero().squeeze(-1)
+        if not len(keep):
+            keep = keep.new_zeros(1)  # the wrappers' hooks need one forward and backward on every rank
+        kept = {k: v[keep] if torch.is_tensor(v) and v.dim() and len(v) == B else v for k, v in inputs.items()}
+        share = len(keep) / B
+        if o.loss_type in ("dapo", "cispo", "vespo"):
+            share = 1.0
+        elif o.loss_type == "bnpo":
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            share = mask[keep].sum() / mask.sum().clamp(min=1)
+        self._metrics["train"]["skipped_zero_advantage"].append(1 - len(keep) / B)
+        return kept, share
+
+    def _log_stats(self, stats, loss, aux_loss, accumulation):
+        """Log what TRL logs, under its names, with one reduction and one device sync for all of it."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        names = list(stats.sums)
+        totals = torch.stack([torch.stack([total.float(), count.float()]) for total, count in stats.sums.values()])
+        totals = self.accelerator.reduce(totals, reduction="sum")
+        values = {name: totals[i, 0] / totals[i, 1].clamp(min=1.0) for i, name in enumerate(names)}
+        for name, x in stats.extremes.items():
+            values[name] = (nanmin if name.endswith("min") else nanmax)(self.accelerator.gather(x))
+        if self.objective.entropy_coef != 0.0:
+            in_window = self.loss_type in ("dapo", "cispo", "vespo")  # TRL logs these after its accumulation factor
+            policy_loss = stats.policy_loss / (accumulation if in_window else 1.0)
+            values["policy_loss"] = self.accelerator.gather(policy_loss).nanmean()
+            if self.model.training and self.accelerator.sync_gradients:
+                metrics["entropy_coef"].append(self.objective.entropy_coef)
+        if self.aux_loss_enabled:
+            values["aux_loss"] = self.accelerator.gather_for_metrics(aux_loss.detach()).mean()
+        *values_list, loss = torch.stack([*(v.float() for v in values.values()), loss.float()]).tolist()
+        for name, value in zip(values, values_list, strict=True):
+            metrics[name].append(value)
+        if not math.isfinite(loss):
+            logger.warning(
+                f"step {self.state.global_step + 1}: the loss is {loss}. The hidden states or log-probs of this batch "
+                "are not finite: lower learning_rate, set max_grad_norm, or try bf16 in place of fp16"
+            )
