@@ -56,7 +56,7 @@ def one_pass(sweep, objective, tokens, hidden, weight, bias, coupling):
             return c / scale, None if e is None else e / scale
 
     with torch.no_grad():
-        (logps, _, entropy), grads = sweep(hidden, weight, bias, needs, coefficients)
+        (logps, *_, entropy), grads = sweep(hidden, weight, bias, needs, coefficients)
         loss, diagnostics = objective.loss(logps, entropy, tokens)
     if any(needs):
         loss = _Precomputed.apply(loss, scale, grads, hidden, weight, bias)
@@ -75,7 +75,7 @@ class _Precomputed(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.grads is None:
             raise RuntimeError(
-                "the chunked loss was sent backward a second time; it computes its gradients once, in the forward pass. "
+                "the chunked loss was sent backward a second time; it computes gradients once, in the forward pass. "
                 "Call grpo_loss again, or use token_logps where a graph must be kept (retain_graph=True)"
             )
         grads, ctx.grads = ctx.grads, None
@@ -87,16 +87,16 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, sweep):
-        (logps, lse, entropy), _ = sweep(hidden, weight, bias)
-        ctx.save_for_backward(hidden, weight, bias, lse, entropy)
+        (logps, *stats), _ = sweep(hidden, weight, bias)
+        ctx.save_for_backward(hidden, weight, bias, *stats)
         ctx.sweep = sweep
         ctx.set_materialize_grads(False)
-        return logps, entropy
+        return logps, stats[-1]
 
     @staticmethod
     def backward(ctx, c, e):
-        hidden, weight, bias, lse, entropy = ctx.saved_tensors
-        c = torch.zeros_like(lse) if c is None else c
+        hidden, weight, bias, *stats = ctx.saved_tensors
+        c = torch.zeros_like(stats[-1]) if c is None else c
         has_grad = c != 0 if e is None else (c != 0) | (e != 0)
         order = has_grad.logical_not().long().argsort(stable=True)[: int(has_grad.sum())]
         c, e = c[order], None if e is None else e[order]
@@ -108,7 +108,7 @@ class LogProbs(torch.autograd.Function):
             bias,
             ctx.needs_input_grad[:3],
             lambda part, *_: (c[part], None if e is None else e[part]),
-            known=(None, lse[order], entropy[order]),
+            known=(None, *(x[order] for x in stats)),
         )
         return *(None if g is None else g.mul_(scale.to(g.dtype)) for g in grads), None
 
@@ -164,10 +164,11 @@ class Sweep:
         return Sweep(self.head, self.position[order], self.ids[order], spans, self.C)
 
     def __call__(self, hidden, weight, bias, needs=(False, False, False), coefficients=None, known=None):
-        """Returns ``(logps, lse, entropy)``, each ``(N,)``, and the needed gradients of (hidden, weight, bias).
+        """Returns ``(logps, peak, log_sum, entropy)``, each ``(N,)`` (see ``row_stats``), and the needed gradients of
+        (hidden, weight, bias).
 
         ``coefficients(part, logps, entropy)`` gives ``(c, e)`` of the tokens in the slice ``part``; ``known`` are the
-        statistics if an earlier phase has computed them.
+        statistics if an earlier phase has them.
         """
         dtype, C = self.head.dtype, self.C
         (V, H), device = weight.shape, hidden.device
@@ -176,7 +177,7 @@ class Sweep:
         weight_dtype = weight.dtype
         weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         project = _projection(weight, bias, self.head.logits_fp32)
-        logps, lse, entropy = known or torch.empty(3, len(self.position), dtype=wide, device=device).unbind()
+        logps, *stats = known or torch.empty(4, len(self.position), dtype=wide, device=device).unbind()
         z = torch.empty(C, V, dtype=wide if self.head.logits_fp32 else dtype, device=device)
         g = torch.empty(C, V, dtype=dtype, device=device) if self.head.logits_fp32 and any(needs) else z
         h = torch.zeros(C, H, dtype=dtype, device=device)
@@ -187,17 +188,17 @@ class Sweep:
         with torch.autocast(device.type, enabled=False):
             for a, b, active in self.spans:
                 h[: b - a] = states[self.position[a:b]]
-                # All C rows every time, whatever the buffer's tail holds: with one GEMM shape a token gets the same bits
-                # in every call, whoever its neighbours are.
+                # All C rows every time, whatever the buffer's tail holds: with one GEMM shape a token gets the same
+                # bits in every call, whoever its neighbours are.
                 project(h, z)
                 if known is None:
                     part = slice(a, b)
-                    row_stats(z[: b - a], self.ids[part], logps[part], lse[part], entropy[part], **self.head.logits)
+                    row_stats(z[: b - a], self.ids[part], logps[part], *(x[part] for x in stats), **self.head.logits)
                 if not active or coefficients is None:
                     continue
                 part, rows = slice(a, a + active), slice(0, active)
-                c, e = coefficients(part, logps, entropy)
-                logits_grad(z[rows], g[rows], self.ids[part], lse[part], entropy[part], c, e, **self.head.logits)
+                c, e = coefficients(part, logps, stats[-1])
+                logits_grad(z[rows], g[rows], self.ids[part], *(x[part] for x in stats), c, e, **self.head.logits)
                 if d_states is not None:
                     d_states.index_copy_(0, self.position[part], torch.mm(g[rows], weight).to(d_states.dtype))
                 if d_weight is not None:
@@ -206,7 +207,7 @@ class Sweep:
                     d_bias += g[rows].sum(0, dtype=wide)
         d_hidden = None if d_states is None else d_states.view(hidden.shape)
         d_weight = None if d_weight is None else d_weight.to(weight_dtype)
-        return (logps, lse, entropy), (d_hidden, d_weight, None if d_bias is None else d_bias.to(weight_dtype))
+        return (logps, *stats), (d_hidden, d_weight, None if d_bias is None else d_bias.to(weight_dtype))
 
 
 def _projection(weight, bias, fp32):
@@ -245,13 +246,14 @@ def packed(scored, active, n, n_active, C):
     return order[:n], [(a, b, min(active, b - a)) for a, b, active in spans]
 
 
-def whole_sequences(scored, active, lengths, C):
+def whole_sequences(scored, lengths, actives, C):
     """Scored positions and spans of at most C tokens that cut no sequence: first-fit decreasing, active ones first."""
     bins = []  # [tokens, active, sequences]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
-        home = next((bin for bin in bins if bin[1] == active[i] and bin[0] + lengths[i] <= C), None)
+        active = actives[i] > 0
+        home = next((bin for bin in bins if bin[1] == active and bin[0] + lengths[i] <= C), None)
         if home is None:
-            bins.append(home := [0, active[i], []])
+            bins.append(home := [0, active, []])
         home[0] += lengths[i]
         home[2].append(i)
     rank = [0] * len(lengths)

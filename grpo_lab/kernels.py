@@ -57,7 +57,7 @@ if triton is not None:
 
     @triton.jit
     def _row_stats_kernel(
-        z_ptr, z_stride, ids_ptr, logp_ptr, lse_ptr, entropy_ptr, V, logit_scale, softcap, inv_t,
+        z_ptr, z_stride, ids_ptr, logp_ptr, peak_ptr, log_sum_ptr, entropy_ptr, V, logit_scale, softcap, inv_t,
         HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
@@ -81,13 +81,14 @@ if triton is not None:
         z = tl.load(z_row + tl.load(ids_ptr + row)).to(tl.float32)
         log_s = tl.log(s)
         tl.store(logp_ptr + row, _to_logits(z, logit_scale, softcap, inv_t, HAS_SOFTCAP) - m - log_s)
-        tl.store(lse_ptr + row, m + log_s)
+        tl.store(peak_ptr + row, m)
+        tl.store(log_sum_ptr + row, log_s)
         tl.store(entropy_ptr + row, log_s - d / s)
 
     @triton.jit
     def _logits_grad_kernel(
-        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, lse_ptr, entropy_ptr, c_ptr, e_ptr, V, logit_scale, softcap, inv_t,
-        HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, peak_ptr, log_sum_ptr, entropy_ptr, c_ptr, e_ptr, V,
+        logit_scale, softcap, inv_t, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -96,7 +97,7 @@ if triton is not None:
         if HAS_SOFTCAP:
             t = 2 * tl.sigmoid(2 * z / softcap) - 1
             z = softcap * t
-        log_p = z * inv_t - tl.load(lse_ptr + row)
+        log_p = z * inv_t - tl.load(peak_ptr + row) - tl.load(log_sum_ptr + row)
         p = tl.exp(log_p)
         grad = tl.load(c_ptr + row) * (tl.where(cols == tl.load(ids_ptr + row), 1.0, 0.0) - p)
         if HAS_ENTROPY:
@@ -113,23 +114,24 @@ def _rows(z):
     return (slice(a, a + step) for a in range(0, len(z), step))
 
 
-def row_stats(z, ids, logps, lse, entropy, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"):
-    """Fill ``logps``, ``lse`` and ``entropy`` ``(R,)`` from the head's raw outputs ``z`` ``(R, V)`` for tokens ``ids``.
+def row_stats(z, ids, logps, peak, log_sum, entropy, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"):
+    """Fill the ``(R,)`` statistics of tokens ``ids`` from the head's raw outputs ``z`` ``(R, V)``.
 
     A logit is ``softcap * tanh(z * logit_scale / softcap) * inv_t``, without the tanh for softcap None; ``inv_t`` is
-    1 / temperature. Entropy in nats.
+    1 / temperature. The log-sum-exp stays in two parts, the largest logit (``peak``) and the log of the sum relative to
+    it: added up in fp32 they would lose the bits that a confident row's probabilities rest on. Entropy in nats.
     """
     if not len(z):
         return
     if backend == "triton":
         _row_stats_kernel[(len(z),)](
-            z, z.stride(0), ids, logps, lse, entropy, z.shape[1],
+            z, z.stride(0), ids, logps, peak, log_sum, entropy, z.shape[1],
             float(logit_scale), float(softcap or 1.0), float(inv_t),
             HAS_SOFTCAP=softcap is not None, BLOCK=4096, num_warps=8,
         )  # fmt: skip
         return
     for rows in _rows(z):
-        x = z[rows].to(lse.dtype)
+        x = z[rows].to(peak.dtype)
         x = x if logit_scale == 1.0 else x * logit_scale
         x = x if softcap is None else softcap * torch.tanh(x / softcap)
         x = x if inv_t == 1.0 else x * inv_t
@@ -139,33 +141,36 @@ def row_stats(z, ids, logps, lse, entropy, *, logit_scale=1.0, softcap=None, inv
         s = e.sum(-1)
         log_s = s.log()
         logps[rows] = x.gather(-1, ids[rows, None]).squeeze(-1) - log_s
-        lse[rows] = m + log_s
+        peak[rows] = m
+        log_sum[rows] = log_s
         entropy[rows] = log_s - e.mul_(x.clamp_(min=-1e4)).sum(-1) / s  # the clamp: 0 * -inf is 0 here
 
 
-def logits_grad(z, out, ids, lse, entropy, c, e=None, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"):
+def logits_grad(
+    z, out, ids, peak, log_sum, entropy, c, e=None, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"
+):
     """Write ``c * dlogp/dz + e * dentropy/dz`` ``(R, V)`` to ``out``, which may be ``z`` itself.
 
-    ``lse`` and ``entropy`` are those of ``row_stats``; ``c`` and ``e`` ``(R,)`` the loss's derivatives by log-prob and
-    entropy, ``e=None`` where the entropy earns no gradient. With p the softmax, dlogp/dlogit is ``onehot - p`` and
+    The statistics are those of ``row_stats``; ``c`` and ``e`` ``(R,)`` the loss's derivatives by log-prob and entropy,
+    ``e=None`` where the entropy earns no gradient. With p the softmax, dlogp/dlogit is ``onehot - p`` and
     dentropy/dlogit ``-p (log p + entropy)``.
     """
     if not len(z):
         return
     if backend == "triton":
         _logits_grad_kernel[(len(z), triton.cdiv(z.shape[1], 2048))](
-            z, z.stride(0), out, out.stride(0), ids, lse, entropy, c, c if e is None else e, z.shape[1],
+            z, z.stride(0), out, out.stride(0), ids, peak, log_sum, entropy, c, c if e is None else e, z.shape[1],
             float(logit_scale), float(softcap or 1.0), float(inv_t),
             HAS_SOFTCAP=softcap is not None, HAS_ENTROPY=e is not None, BLOCK=2048, num_warps=4,
         )  # fmt: skip
         return
     for rows in _rows(z):
-        x = z[rows].to(lse.dtype)
+        x = z[rows].to(peak.dtype)
         x = x if logit_scale == 1.0 else x * logit_scale
         if softcap is not None:
             t = torch.tanh(x / softcap)
             x = softcap * t
-        log_p = (x if inv_t == 1.0 else x * inv_t) - lse[rows, None]
+        log_p = (x if inv_t == 1.0 else x * inv_t) - peak[rows, None] - log_sum[rows, None]
         p = log_p.exp()
         grad = p * -c[rows, None]
         grad.scatter_add_(-1, ids[rows, None], c[rows, None])

@@ -78,15 +78,17 @@ def grpo_loss(
     ratio_BT = None if ratio is None else ratio.expand(shape)
     scored = mask != 0
     active = scored & objective.active(advantages_BT, ratio_BT)
-    lengths, n_active = _scan(token_ids, scored, active, weight.shape[0])
+    lengths, actives = _scan(token_ids, scored, active, weight.shape[0])
     C = _chunk_rows(chunk_tokens, sum(lengths), weight.shape[0], head, hidden.device)
 
     coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
-    in_one_pass = impl != "naive" and (coupling in ("nothing", "token") or coupling == "sequence" and max(lengths) <= C)
+    in_one_pass = impl != "naive" and (
+        coupling in ("nothing", "token") or coupling == "sequence" and max(lengths, default=0) <= C
+    )
     if in_one_pass and coupling == "sequence":
-        position, spans = chunked.whole_sequences(scored, active.any(-1).tolist(), lengths, C)
+        position, spans = chunked.whole_sequences(scored, lengths, actives, C)
     else:
-        position, spans = chunked.packed(scored, active, sum(lengths), n_active, C)
+        position, spans = chunked.packed(scored, active, sum(lengths), sum(actives), C)
 
     stat_dtype = torch.promote_types(head.dtype, torch.float32)
     pack = lambda x: None if x is None else x.detach().reshape(-1)[position].to(stat_dtype)  # noqa: E731
@@ -144,7 +146,7 @@ def token_logps(
     head = chunked.Head.of(hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32)
     shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
     scored = mask != 0
-    lengths, n = _scan(token_ids, scored, scored, weight.shape[0])
+    n = sum(_scan(token_ids, scored, scored, weight.shape[0])[0])
     if impl == "naive":
         return head.naive(hidden, weight, bias, token_ids, scored, True)
     C = _chunk_rows(chunk_tokens, n, weight.shape[0], head, hidden.device)
@@ -157,15 +159,15 @@ def token_logps(
 
 
 def _scan(token_ids, scored, active, vocab):
-    """``(lengths of the sequences, active tokens)`` on the host: the call's one device sync, which checks ids too."""
+    """Scored and active tokens of each sequence, on the host: the call's one device sync, which checks ids too."""
     outside = scored & ((token_ids < 0) | (token_ids >= vocab))
-    n_active, n_outside, *lengths = torch.cat([active.sum()[None], outside.sum()[None], scored.sum(-1)]).tolist()
-    if n_outside:
+    counts = torch.stack([scored, active, outside]).sum(-1).tolist()
+    if any(counts[2]):
         worst = token_ids[outside][0].item()
         raise ValueError(
-            f"token_ids: {n_outside} scored ids, the first {worst}, lie outside the vocabulary [0, {vocab})"
+            f"token_ids: {sum(counts[2])} scored ids, {worst} first, lie outside the vocabulary [0, {vocab})"
         )
-    return lengths, n_active
+    return counts[0], counts[1]
 
 
 def _chunk_rows(chunk_tokens, n, vocab, head, device):

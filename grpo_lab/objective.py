@@ -272,7 +272,7 @@ def report(
     objective: Objective, tokens: Tokens, logps, entropy, diagnostics: dict, per_token_advantages: bool
 ) -> Stats:
     """``Stats`` from packed log-probs, entropies and the diagnostics of ``Objective.loss``."""
-    B, n = len(tokens.lengths), tokens.lengths.sum()
+    n = tokens.lengths.sum()
     stats = Stats(tokens.pad(logps), tokens.pad(entropy), diagnostics["policy_loss"])
     stats.sums["entropy"] = (entropy.sum(), n)
     if "kl" in diagnostics:
@@ -281,23 +281,22 @@ def report(
     by_sequence = objective.importance_sampling_level == "sequence" or objective.loss_type == "vespo"
     by_sequence = by_sequence and not per_token_advantages
 
-    def sequence_means(x, empty):
-        means = tokens.pad(x).sum(-1) / tokens.lengths
-        return torch.where(tokens.lengths > 0, means, empty)
+    def sequence_means(x):  # NaN where a sequence has no tokens; TRL counts such a one as a ratio of 1, we leave it out
+        return tokens.pad(x.to(logps.dtype)).sum(-1) / tokens.lengths
 
-    def add(name, x, empty=0.0):
-        x = x.to(logps.dtype)
-        stats.sums[name] = (sequence_means(x, empty).sum(), n.new_tensor(B)) if by_sequence else (x.sum(), n)
+    def add(name, x):
+        if by_sequence:
+            stats.sums[name] = (sequence_means(x).nansum(), (tokens.lengths > 0).sum())
+        else:
+            stats.sums[name] = (x.sum(), n)
 
     if "clip_ratio/low" in diagnostics:
         low, high = diagnostics["clip_ratio/low"], diagnostics["clip_ratio/high"]
         for name, x in (("low", low), ("high", high), ("region", low | high)):
             add(f"clip_ratio/{name}_mean", x)
-        empty = 0.0 if by_sequence else torch.nan
-        stats.extremes["clip_ratio/low_min"] = sequence_means(low.to(logps.dtype), empty)
-        stats.extremes["clip_ratio/high_max"] = sequence_means(high.to(logps.dtype), empty)
-    elif "cispo_clip_ratio" in diagnostics:
-        add("cispo_clip_ratio", diagnostics["cispo_clip_ratio"])
-    elif "vespo/phi_seq_mean" in diagnostics:
-        add("vespo/phi_seq_mean", diagnostics["vespo/phi_seq_mean"], empty=1.0)  # ratio 1, as TRL counts them
+        stats.extremes["clip_ratio/low_min"] = sequence_means(low)
+        stats.extremes["clip_ratio/high_max"] = sequence_means(high)
+    for name in ("cispo_clip_ratio", "vespo/phi_seq_mean"):
+        if name in diagnostics:
+            add(name, diagnostics[name])
     return stats

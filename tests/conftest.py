@@ -1,7 +1,23 @@
-"""What every test relies on: no hub look-ups, and figures drawn without a screen."""
+"""What every test relies on: no hub look-ups, figures drawn without a screen, kernels that run without a GPU, seeds."""
 
 import os
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when grpo_lab.kernels is imported
+
+
+@pytest.fixture
+def seed(request):
+    """Seeds torch with a number of the test's own: the same in every run, another for every parameter."""
+    seed = zlib.crc32(request.node.name.encode())
+    torch.manual_seed(seed)
+    return seed

@@ -1,0 +1,423 @@
+"""The loss against float64, the naive head, and TRL's own: every option, every route, every kind of bad input."""
+
+import random
+
+import pytest
+import torch
+from heads import loss_and_grads, random_inputs, relative, trl_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_lab import Objective, grpo_loss, token_logps
+from grpo_lab.loss import chunked
+from grpo_lab.objective import LOSS_TYPES
+
+
+def objectives(loss_type, n, seed):
+    """n random objectives of a loss type: every option, alone and together."""
+    rng = random.Random(seed)
+    for _ in range(n):
+        yield Objective(
+            loss_type=loss_type,
+            importance_sampling_level=rng.choice(["token", "sequence"]),
+            epsilon=rng.choice([0.1, 0.2]),
+            epsilon_high=rng.choice([None, 0.3, 2.0]),
+            delta=rng.choice([None, None, 1.5]),
+            beta=rng.choice([0.0, 0.1]),
+            use_bias_correction_kl=rng.random() < 0.5,
+            temperature=rng.choice([1.0, 0.7, 1.3]),
+            max_completion_length=12,
+            top_entropy_quantile=rng.choice([1.0, 1.0, 0.4]),
+            entropy_coef=rng.choice([0.0, 0.05]),
+            off_policy_mask_threshold=rng.choice([None, 0.05]),
+        )
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_route_equals_the_naive_head_in_float64(loss_type, seed):
+    for i, objective in enumerate(objectives(loss_type, 60, seed)):
+        x = random_inputs(bias=i % 2 == 0, off_policy=i % 3 != 0)
+        options = dict(objective=objective, softcap=[None, 3.0][i % 2], logit_scale=[1.0, 0.5][i % 5 == 0])
+        expected, expected_grads, expected_stats = loss_and_grads(x, impl="naive", **options)
+        for chunk_tokens in (1, 8, 16, "auto"):
+            loss, grads, stats = loss_and_grads(x, impl="chunked", chunk_tokens=chunk_tokens, **options)
+            assert abs(loss - expected) < 1e-9 * (1 + abs(expected)), (objective, chunk_tokens)
+            for name, grad in grads.items():
+                assert relative(grad, expected_grads[name]) < 1e-9, (name, objective, chunk_tokens)
+            assert stats.metrics() == pytest.approx(expected_stats.metrics(), abs=1e-9, nan_ok=True)
+            torch.testing.assert_close(stats.logps, expected_stats.logps)
+            torch.testing.assert_close(stats.entropy, expected_stats.entropy)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_parity_with_trl(loss_type, seed):
+    for i, objective in enumerate(objectives(loss_type, 60, seed)):
+        x = random_inputs(dtype=torch.float32, bias=i % 2 == 0, off_policy=i % 3 != 0)
+        if i % 4 == 0 and "old_logps" in x:
+            x["sampling_logps"] = x["old_logps"] + 0.1 * torch.randn_like(x["old_logps"])
+        if i % 5 == 0:
+            x["advantages"] = torch.randn(x["mask"].shape)
+        if i % 3 == 1 and loss_type != "vespo" and "importance_ratio" in x:
+            x["importance_ratio"] = x["importance_ratio"][:, :1].clone()
+        if objective.importance_sampling_level == "sequence" or loss_type == "vespo":
+            x["mask"][1, 0] = 1  # TRL's means of sequences count empty ones, ours do not
+        if loss_type == "vespo" and "importance_ratio" in x:  # TRL's own ratios are 1 under the mask
+            x["importance_ratio"] = x["importance_ratio"].masked_fill(x["mask"] == 0, 1.0)
+        options = dict(objective=objective, num_items=[None, 77.0][i % 2], softcap=[None, 3.0][i % 2])
+        expected, expected_grads, expected_metrics = loss_and_grads(x, loss_fn=trl_loss, **options)
+        loss, grads, stats = loss_and_grads(x, impl="chunked", chunk_tokens=8, **options)
+        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=2e-6, msg=str(objective))
+        for name, grad in grads.items():
+            assert relative(grad, expected_grads[name]) < 3e-5, (name, objective)
+        metrics = stats.metrics()
+        expected_metrics.pop("policy_loss", None), expected_metrics.pop("entropy_coef", None)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5, nan_ok=True), objective
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0], ids=["randn", "confident"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_error_against_float64_within_eager_pytorch_s_own(dtype, scale, seed):
+    for objective in (Objective(), Objective(loss_type="grpo", temperature=0.8, entropy_coef=0.01)):
+        loss_errors = []
+        for _ in range(8):
+            x = random_inputs(B=16, T=24, H=64, V=301, dtype=dtype, scale=scale, off_policy=False)
+            exact, exact_grads, exact_stats = loss_and_grads(x, torch.float64, impl="naive", objective=objective)
+            eager, eager_grads, eager_stats = loss_and_grads(x, impl="naive", objective=objective)
+            loss, grads, stats = loss_and_grads(x, impl="chunked", chunk_tokens=64, objective=objective)
+            for name in grads:
+                ours, theirs = relative(grads[name], exact_grads[name]), relative(eager_grads[name], exact_grads[name])
+                assert ours <= 1.5 * theirs, (name, ours, theirs)
+            for name in ("logps", "entropy"):
+                ours = relative(getattr(stats, name), getattr(exact_stats, name))
+                theirs = relative(getattr(eager_stats, name), getattr(exact_stats, name))
+                assert ours <= 1.5 * theirs, (name, ours, theirs)
+            loss_errors.append([loss - exact, eager - exact])
+        ours, theirs = torch.tensor(loss_errors, dtype=torch.float64).pow(2).mean(0).sqrt()  # one scalar may be lucky
+        assert ours <= 1.5 * theirs
+
+
+def test_fp32_logits_make_confident_log_probs_exact(seed):
+    x = random_inputs(B=8, T=16, H=64, V=301, dtype=torch.bfloat16, scale=12.0)
+    logits = x["hidden"].double() @ x["weight"].double().T
+    x["token_ids"] = logits.argmax(-1)
+    exact = torch.log_softmax(logits, -1).amax(-1)
+    for impl in ("chunked", "naive"):
+        logps, _ = token_logps(x["hidden"], x["weight"], x["token_ids"], x["mask"], impl=impl, logits_fp32=True)
+        assert (logps - exact)[x["mask"] == 1].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_log_probs_are_bitwise_the_same_with_and_without_gradients(dtype, seed):
+    x = random_inputs(B=8, T=24, H=64, V=301, dtype=dtype)
+    x["advantages"][::2] = 0  # reorders the tokens of the gradient route
+    args = [x[k] for k in ("hidden", "weight", "token_ids", "mask")]
+    with torch.no_grad():
+        expected, _ = token_logps(*args, temperature=0.9, chunk_tokens=32)
+    args[0].requires_grad_(), args[1].requires_grad_()
+    for objective in (
+        Objective(temperature=0.9),
+        Objective(temperature=0.9, importance_sampling_level="sequence"),
+        Objective(temperature=0.9, top_entropy_quantile=0.5),
+    ):
+        for old_logps in (None, expected):
+            _, stats = grpo_loss(*args, x["advantages"], objective=objective, old_logps=old_logps, chunk_tokens=32)
+            assert torch.equal(stats.logps, expected)
+
+
+def test_two_runs_agree_bit_for_bit(seed):
+    x = random_inputs(B=8, T=24, H=64, V=301, dtype=torch.bfloat16)
+    for objective in (Objective(beta=0.1), Objective(loss_type="vespo"), Objective(top_entropy_quantile=0.5)):
+        first, first_grads, _ = loss_and_grads(x, chunk_tokens=16, objective=objective)
+        second, second_grads, _ = loss_and_grads(x, chunk_tokens=16, objective=objective)
+        assert torch.equal(first, second) and all(torch.equal(first_grads[k], second_grads[k]) for k in first_grads)
+
+
+def test_token_logps_pass_gradcheck(seed):
+    x = random_inputs(B=3, T=4, H=5, V=7, bias=True)
+
+    def f(hidden, weight, bias):
+        return token_logps(
+            hidden, weight, x["token_ids"], x["mask"], bias=bias, temperature=0.8, softcap=2.0, logit_scale=0.7,
+            chunk_tokens=4,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(f, [x[k].requires_grad_() for k in ("hidden", "weight", "bias")])
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numel = flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        if func.__name__.startswith(("mm.", "addmm")):
+            a, b = [x for x in args if isinstance(x, torch.Tensor) and x.dim() == 2][-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, {"importance_sampling_level": "sequence"}, {"top_entropy_quantile": 0.5}])
+def test_full_logits_never_exist(options, seed):
+    B, T, H, V, C = 16, 32, 8, 1009, 48
+    x = random_inputs(B, T, H, V, dtype=torch.float32)
+    with Largest() as chunked_run:
+        loss_and_grads(x, objective=Objective(**options), chunk_tokens=C)
+    with Largest() as naive_run:
+        loss_and_grads(x, objective=Objective(**options), impl="naive")
+    assert naive_run.numel == B * T * V
+    assert chunked_run.numel == max(C * V, B * T * H, V * H)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_gemms_only_for_tokens_with_a_gradient(share, seed):
+    B, T, H, V, C = 16, 32, 64, 1009, 64
+    x = random_inputs(B, T, H, V, dtype=torch.float32, off_policy=False)
+    x["mask"][:], x["advantages"][:] = 1, 1
+    x["advantages"][: int(B * (1 - share))] = 0
+    head = 2 * B * T * H * V
+    for frozen, expected in ((False, 1 + 2 * share), (True, 1 + share)):
+        with Largest() as run:
+            loss_and_grads(x, frozen_head=frozen, chunk_tokens=C)
+        assert run.flops == pytest.approx(expected * head, rel=0.01)
+
+
+def test_zero_advantages_change_no_gradient(seed):
+    x = random_inputs(off_policy=True)
+    for objective in (Objective(), Objective(beta=0.1), Objective(loss_type="cispo"), Objective(entropy_coef=0.1)):
+        x["advantages"][:] = torch.tensor([0.0, 1.0, 0.0, -2.0, 0.0])
+        expected = loss_and_grads(x, impl="naive", objective=objective)
+        got = loss_and_grads(x, impl="chunked", chunk_tokens=4, objective=objective)
+        assert relative(got[0], expected[0]) < 1e-9 and relative(got[1]["hidden"], expected[1]["hidden"]) < 1e-9
+
+
+@pytest.mark.parametrize("impl", ["naive", "chunked"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_nothing_scored_gives_exact_zeros(loss_type, impl, seed):
+    x = random_inputs(dtype=torch.bfloat16, bias=True)
+    x["mask"][:] = 0
+    x["hidden"][:] = torch.nan
+    for options in ({}, {"importance_sampling_level": "sequence"}, {"top_entropy_quantile": 0.5, "entropy_coef": 0.1}):
+        objective = Objective(loss_type=loss_type, max_completion_length=9, beta=0.1, **options)
+        loss, grads, stats = loss_and_grads(x, impl=impl, objective=objective)
+        assert loss == 0 and all(torch.all(g == 0) for g in grads.values())
+        assert torch.all(stats.logps == 0)
+    x = {k: v[:, :0] if k not in ("weight", "bias", "advantages") else v for k, v in x.items()}  # empty completions
+    loss, grads, _ = loss_and_grads(x, impl=impl, objective=Objective(loss_type=loss_type, max_completion_length=9))
+    assert loss == 0 and torch.all(grads["weight"] == 0)
+
+
+@pytest.mark.parametrize("impl", ["naive", "chunked"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_garbage_under_the_mask_has_no_effect(loss_type, impl, seed):
+    x = random_inputs()
+    objective = Objective(loss_type=loss_type, max_completion_length=9, beta=0.1, off_policy_mask_threshold=0.1)
+    expected, expected_grads, _ = loss_and_grads(x, impl=impl, objective=objective)
+    padding = x["mask"] == 0
+    x["hidden"][padding] = torch.nan
+    x["token_ids"][padding] = -100
+    x["old_logps"][padding] = -1e30
+    x["ref_logps"][padding] = -torch.inf
+    x["importance_ratio"][padding] = torch.nan
+    loss, grads, _ = loss_and_grads(x, impl=impl, objective=objective)
+    assert torch.equal(loss, expected)
+    assert torch.equal(grads["weight"], expected_grads["weight"])
+    assert torch.equal(grads["hidden"], expected_grads["hidden"])
+
+
+@pytest.mark.parametrize("impl", ["naive", "chunked"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_non_finite_hidden_states_are_not_hidden(impl, bad, seed):
+    x = random_inputs(off_policy=False)
+    x["mask"][3, 2] = 1
+    x["hidden"][3, 2] = bad
+    loss, _, _ = loss_and_grads(x, impl=impl)
+    assert not torch.isfinite(loss)
+
+
+def test_forbidden_tokens_of_minus_infinity(seed):
+    x = random_inputs(bias=True)
+    x["bias"][:5] = -torch.inf
+    x["token_ids"].clamp_(min=5)
+    objective = Objective(entropy_coef=0.1, beta=0.1)
+    expected, _, _ = loss_and_grads(x, impl="naive", objective=objective)
+    loss, grads, _ = loss_and_grads(x, impl="chunked", chunk_tokens=8, objective=objective)
+    assert torch.isfinite(loss) and relative(loss, expected) < 1e-9
+    assert all(torch.isfinite(g).all() for g in grads.values()) and torch.all(grads["weight"][:5] == 0)
+
+
+def test_frozen_heads_and_detached_states(seed):
+    x = random_inputs(bias=True)
+    _, full, _ = loss_and_grads(x)
+    _, frozen, _ = loss_and_grads(x, frozen_head=True)
+    assert torch.equal(frozen["hidden"], full["hidden"]) and frozen["weight"] is None and frozen["bias"] is None
+    weight = x["weight"].requires_grad_()
+    args = [x[k] for k in ("hidden", "weight", "token_ids", "mask", "advantages")]
+    rest = {k: v for k, v in x.items() if k in ("bias", "ref_logps", "old_logps", "importance_ratio")}
+    grpo_loss(*args, **rest)[0].backward()
+    assert torch.equal(weight.grad, full["weight"]) and x["hidden"].grad is None
+
+
+def test_tied_embeddings_add_up(seed):
+    x = random_inputs(off_policy=False)
+    ids, table = torch.randint(0, 37, (5, 9)), x["weight"]
+    grads = {}
+    for impl in ("naive", "chunked"):
+        leaf = table.clone().requires_grad_()
+        grpo_loss(leaf[ids], leaf, x["token_ids"], x["mask"], x["advantages"], impl=impl)[0].backward()
+        grads[impl] = leaf.grad
+    assert relative(grads["chunked"], grads["naive"]) < 1e-9
+
+
+def test_autocast_and_an_fp32_head(seed):
+    x = random_inputs(B=8, T=16, H=64, V=301, dtype=torch.float32, off_policy=False)
+    in_bf16 = {k: v.bfloat16() if k in ("hidden", "weight") else v for k, v in x.items()}
+    expected = loss_and_grads(in_bf16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, grads, stats = loss_and_grads(x)
+    assert torch.equal(stats.logps, expected[2].logps) and grads["weight"].dtype == torch.float32
+    assert relative(grads["weight"], expected[1]["weight"]) < 3e-3  # the cast of dW to bf16 is all that differs
+    half = {**in_bf16, "weight": x["weight"]}
+    exact = loss_and_grads({**in_bf16, "weight": x["weight"].double(), "hidden": in_bf16["hidden"].double()})
+    loss, grads, _ = loss_and_grads(half)
+    assert grads["hidden"].dtype == torch.bfloat16 and relative(grads["weight"], exact[1]["weight"]) < 1e-5
+    assert abs(loss - exact[0]) < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["naive", "chunked"])
+def test_fp16_keeps_gradients_that_a_batch_average_makes_tiny(impl, seed):
+    x = random_inputs(B=8, T=16, H=64, V=301, dtype=torch.float16, off_policy=False)
+    scaled = lambda *a, **k: (lambda loss, stats: (loss * 2.0**20, stats))(*grpo_loss(*a, **k))  # noqa: E731
+    options = dict(impl=impl, num_items=2.0**22, loss_fn=scaled)  # as GradScaler scales a loss
+    _, exact, _ = loss_and_grads(x, torch.float64, **options)
+    _, grads, _ = loss_and_grads(x, **options)
+    assert relative(grads["hidden"], exact["hidden"]) < 5e-3 and relative(grads["weight"], exact["weight"]) < 5e-3
+
+
+def test_a_second_backward_pass_raises(seed):
+    x = random_inputs(off_policy=False)
+    x["hidden"].requires_grad_()
+    loss, _ = grpo_loss(*(x[k] for k in ("hidden", "weight", "token_ids", "mask", "advantages")))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_the_loss_scales_with_what_stands_upstream(seed):
+    x = random_inputs()
+    third = lambda *a, **k: (lambda loss, stats: (loss / 3, stats))(*grpo_loss(*a, **k))  # noqa: E731
+    _, whole, _ = loss_and_grads(x)
+    _, part, _ = loss_and_grads(x, loss_fn=third)
+    assert relative(part["hidden"] * 3, whole["hidden"]) < 1e-12
+
+
+def test_entropies_of_all_ranks_set_the_top_quantile(seed):
+    x = random_inputs(off_policy=False)
+    objective = Objective(top_entropy_quantile=0.5)
+    high = lambda entropy: torch.cat([entropy, torch.full_like(entropy, 100.0)])  # noqa: E731
+    loss, grads, _ = loss_and_grads(x, objective=objective, gather=high)
+    assert loss == 0 and torch.all(grads["hidden"] == 0)  # another rank holds every token of the top half
+
+
+def test_chunks_of_whole_sequences():
+    scored = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    position, spans = chunked.whole_sequences(scored, [3, 1, 0, 2, 4], [3, 1, 0, 0, 4], 4)
+    assert spans == [(0, 4, 4), (4, 8, 4), (8, 10, 0)]  # the inactive sequence goes last, by itself
+    assert position.tolist() == [16, 17, 18, 19, 0, 1, 2, 4, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("n", "vocab", "itemsize", "device", "free", "chunk"),
+    [
+        (38_694, 151_936, 2, "cuda", 100 << 30, 2150),  # 18 equal chunks, 623 MiB
+        (38_694, 151_936, 2, "cuda", 1 << 30, 880),  # a quarter of the free memory
+        (256, 151_936, 2, "cuda", 100 << 30, 256),
+        (131_072, 151_936, 4, "cuda", 100 << 30, 1102),
+        (4_000, 115, 4, "cpu", None, 4000),
+        (8_192, 32_000, 4, "cpu", None, 256),
+        (0, 32_000, 4, "cpu", None, 1),
+    ],
+)
+def test_planner(n, vocab, itemsize, device, free, chunk):
+    assert chunked.plan_chunk(n, vocab, itemsize, torch.device(device), free) == chunk
+
+
+def bad(**change):
+    def apply(x):
+        return {**x, **{k: v(x) if callable(v) else v for k, v in change.items()}}
+
+    return apply
+
+
+@pytest.mark.parametrize("impl", ["naive", "chunked"])
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (bad(hidden=lambda x: x["hidden"][0]), {}, "hidden: got shape (9, 16)"),
+        (bad(weight=lambda x: x["weight"][:, :-1]), {}, "weight: got shape (37, 15), expected shape (V, 16)"),
+        (bad(token_ids=lambda x: x["token_ids"][:, 1:]), {}, "token_ids: got shape (5, 8), expected shape (5, 9)"),
+        (bad(token_ids=lambda x: x["token_ids"].float()), {}, "token_ids"),
+        (bad(token_ids=lambda x: x["token_ids"] + 37), {}, "outside the vocabulary [0, 37)"),
+        (bad(token_ids=lambda x: x["token_ids"] - 37), {}, "outside the vocabulary [0, 37)"),
+        (bad(mask=lambda x: x["mask"][:1]), {}, "mask: got shape (1, 9)"),
+        (bad(advantages=lambda x: x["advantages"][:-1]), {}, "advantages: got shape (4,)"),
+        (bad(old_logps=lambda x: x["old_logps"][:, :1]), {}, "old_logps: got shape (5, 1)"),
+        (bad(ref_logps=lambda x: x["ref_logps"].T), {}, "ref_logps: got shape (9, 5)"),
+        (bad(ref_logps=None), {"objective": Objective(beta=0.1)}, "ref_logps"),
+        (bad(importance_ratio=lambda x: x["importance_ratio"][:, :2]), {}, "importance_ratio: got shape (5, 2)"),
+        (bad(bias=lambda x: torch.zeros(36)), {}, "bias: got shape (36,)"),
+        (bad(), {"chunk_tokens": 0}, "chunk_tokens: got 0"),
+        (bad(), {"chunk_tokens": 2.5}, "chunk_tokens: got 2.5"),
+        (bad(), {"chunk_tokens": "all"}, "chunk_tokens: got 'all'"),
+        (bad(), {"backend": "cuda"}, "backend='cuda'"),
+        (bad(), {"softcap": 0.0}, "softcap=0.0"),
+    ],
+)
+def test_bad_input_names_the_argument_and_what_was_expected(change, options, message, impl, seed):
+    with pytest.raises(ValueError) as error:
+        loss_and_grads(change(random_inputs()), impl=impl, **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("loss_type", "gpro"),
+        ("importance_sampling_level", "batch"),
+        ("temperature", 0.0),
+        ("temperature", -1.0),
+        ("top_entropy_quantile", 0.0),
+        ("top_entropy_quantile", 1.5),
+        ("delta", 0.0),
+    ],
+)
+def test_bad_objectives_name_the_field(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value!r}"):
+        Objective(**{field: value})
+
+
+def test_dr_grpo_needs_its_length_and_vespo_its_ratios(seed):
+    with pytest.raises(ValueError, match="max_completion_length"):
+        Objective(loss_type="dr_grpo")
+    x = random_inputs()
+    x["importance_ratio"] = x["importance_ratio"][:, :1]
+    with pytest.raises(ValueError, match="importance_ratio"):
+        loss_and_grads(x, objective=Objective(loss_type="vespo"))
+    with pytest.raises(ValueError, match="impl"):
+        loss_and_grads(x, impl="fast")
+    with pytest.raises(ValueError, match="temperature"):
+        token_logps(*(x[k] for k in ("hidden", "weight", "token_ids", "mask")), temperature=0)
+
+
+def test_options_are_fields_of_the_config():
+    from dataclasses import fields
+
+    from trl import GRPOConfig
+
+    config = {f.name: f.default for f in fields(GRPOConfig)}
+    ours = {f.name: f.default for f in fields(Objective)}
+    assert set(ours) <= set(config)
+    differ = {name for name in ours if ours[name] != config[name]}
+    assert differ <= {"max_completion_length"}, differ
