@@ -1,0 +1,167 @@
+"""Memory of the loss head: bytes predicted tensor by tensor, and peaks measured on a GPU or in this process.
+
+``predict_loss_bytes`` is the derivation of notebook 01 as code; ``measure_peak`` checks it. Left out: the model's body,
+the optimiser, and what a BLAS library keeps for itself. On Linux and on CUDA a peak is exact to about a megabyte;
+elsewhere the process's memory is sampled, so a peak shorter than a few milliseconds can be missed.
+"""
+
+import ctypes
+import gc
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from grpo_lab import kernels
+from grpo_lab.chunked import plan_chunk
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def predict_loss_bytes(
+    batch, length, hidden, vocab, dtype=torch.float32, impl="chunked", *,
+    chunk_tokens="auto", scored=None, trainable_head=True, device="cpu",
+):  # fmt: skip
+    """The tensors that are alive together at the peak of one forward and backward pass of ``grpo_loss``, in bytes.
+
+    Counted beyond the inputs (hidden states, head, ids), as ``measure_peak`` does; the values' sum is the peak. batch B
+    sequences of length T, states of width hidden H, vocabulary V; dtype of states and head; scored N: tokens with mask
+    1 (default B * T), all of them with a gradient; device "cuda" can be predicted on a computer without one. Holds for
+    objectives of one pass, temperature 1, no bias, no softcap.
+
+    Returns a dict of name to bytes. Raises ValueError for an unknown impl.
+    """
+    B, T, H, V = batch, length, hidden, vocab
+    N, s, device = B * T if scored is None else scored, dtype.itemsize, torch.device(device)
+    if impl == "naive":
+        moments = [
+            {
+                "logits (B, T, V)": B * T * V * s,
+                "log-softmax, kept for the backward pass (B, T, V)": B * T * V * s,
+                "exp, log and product for the entropy (3, T, V)": 3 * T * V * s,
+                "masked states (B, T, H)": B * T * H * s,
+            },
+            {
+                "gradient of the logits, row by row (B, T, V)": B * T * V * s,
+                "gradient of the logits, stacked (B, T, V)": B * T * V * s,
+                "masked states (B, T, H)": B * T * H * s,
+            },
+            {
+                "gradient of the logits (B, T, V)": B * T * V * s,
+                "dW (V, H)": V * H * s * trainable_head,
+                "dH and masked states (2, B, T, H)": 2 * B * T * H * s,
+            },
+        ]
+    elif impl == "chunked":
+        free = None if device.type == "cpu" or torch.cuda.is_available() else 1 << 62
+        C = plan_chunk(N, V, s, device, free) if chunk_tokens == "auto" else min(chunk_tokens, N)
+        loop = {
+            "chunk of logits, then of their gradient (C, V)": C * V * s,
+            "dH (B, T, H)": B * T * H * s,
+            "states and dH of the chunk (2, C, H)": 2 * C * H * s,
+            "dW in fp32 (V, H)": V * H * 4 * trainable_head,
+        }
+        if device.type == "cpu":
+            rows = min(C, max(1, kernels._TWIN_ELEMENTS // V))
+            # log p, p, gradient and, for 16 bits, z in fp32, while the first of the next rows arrives
+            held = (3 + (s < 4)) * rows + min(rows, C - rows)
+            twin = {"fp32 work space of the kernels' twin (3 to 5, rows, V)": held * V * 4}
+            widened = {"fp32 factors of the dW product (C, V) and (C, H)": C * (V + H) * 4 * (s < 4) * trainable_head}
+            moments = [loop | twin, loop | widened]
+        else:
+            moments = [loop]
+        if trainable_head and s < 4:
+            moments.append(loop | {"dW in the head's dtype (V, H)": V * H * s})
+    else:
+        raise ValueError(f"impl = {impl!r}: expected 'naive' or 'chunked'")
+    most = max(moments, key=lambda m: sum(m.values()))
+    return {name: size for name, size in most.items() if size}
+
+
+def measure_peak(fn, device="cpu"):
+    """``(fn(), peak)``: the most bytes alive at once during ``fn()`` beyond those alive before it.
+
+    On CUDA tensors' bytes (``max_memory_allocated``); on a CPU the process's resident memory, for which large blocks go
+    straight back to the system while this runs: exact, and slower, so time elsewhere. Call fn once before: what a
+    library loads and keeps at its first use counts too, 10 MiB for a matrix product.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = fn()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    with _returning_heap():
+        try:
+            _CLEAR.write_text("5")  # resets the high-water mark VmHWM
+        except OSError:
+            return _sampled(fn)
+        before = _status_bytes("VmRSS")
+        result = fn()
+        return result, max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name):
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def _returning_heap(block=64 << 10):
+    """Make every block of ``block`` bytes or more come from the system and go back to it when it is freed.
+
+    glibc keeps freed blocks of up to 32 MiB for later, so that a second peak would not show. A low mmap threshold stops
+    that for new blocks; the holes that earlier ones left are filled with blocks that nobody touches.
+    """
+    libc = ctypes.CDLL(None) if _STATUS.exists() else None
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, IS_MMAPPED = -1, -3, 2
+    libc.mallopt(M_MMAP_THRESHOLD, block)
+    libc.malloc_trim(0)
+    filled, size = [], 32 << 20
+    while size >= block:
+        pointer = libc.malloc(size)
+        if ctypes.c_size_t.from_address(pointer - ctypes.sizeof(ctypes.c_size_t)).value & IS_MMAPPED:  # no hole left
+            libc.free(pointer)
+            size //= 2
+        else:
+            filled.append(pointer)
+    try:
+        yield
+    finally:  # the limits are those that glibc's own adaptive ones rise to
+        for pointer in filled:
+            libc.free(pointer)
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(M_TRIM_THRESHOLD, 64 << 20)
+
+
+def _sampled(fn, interval=0.001):
+    import psutil
+
+    process, done, most = psutil.Process(), threading.Event(), 0
+    before = process.memory_info().rss
+
+    def watch():
+        nonlocal most
+        while not done.wait(interval):
+            most = max(most, process.memory_info().rss)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        result = fn()
+        most = max(most, process.memory_info().rss)
+    finally:
+        done.set()
+        thread.join()
+    return result, max(0, most - before)

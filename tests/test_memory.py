@@ -1,0 +1,126 @@
+import pytest
+import torch
+
+from grpo_lab import grpo_loss, memory
+from grpo_lab.memory import measure_peak, predict_loss_bytes
+
+MIB = 2**20
+
+
+def exact():
+    try:
+        memory._CLEAR.write_text("5")
+    except OSError:
+        return False
+    return hasattr(memory.ctypes.CDLL(None), "mallopt")
+
+
+needs_exact = pytest.mark.skipif(not exact(), reason="exact process peaks need Linux's clear_refs and glibc")
+
+
+@needs_exact
+@pytest.mark.parametrize("blocks", [1, 7, 100, 1000])
+def test_two_hundred_megabytes_are_measured_twice_in_a_row(blocks):
+    def fn():
+        return len([torch.ones(50_000_000 // blocks) for _ in range(blocks)])
+
+    dirty = [torch.ones(n) for n in (1_000_000, 7_000_000, 30_000, 4_000_000)] * 2
+    del dirty  # what earlier cells leave in the heap
+    for _ in range(2):
+        result, peak = measure_peak(fn)
+        assert result == blocks
+        assert peak == pytest.approx(200e6, rel=0.05)
+
+
+@needs_exact
+def test_what_is_kept_counts_and_what_was_there_does_not():
+    before = torch.ones(25_000_000)
+    kept, peak = measure_peak(lambda: torch.ones(10_000_000))
+    assert peak == pytest.approx(40e6, rel=0.05) and len(before) > len(kept)
+    assert measure_peak(lambda: None)[1] < MIB
+
+
+@needs_exact
+def test_an_error_passes_through_and_measuring_goes_on():
+    with pytest.raises(RuntimeError, match="stop"):
+        measure_peak(lambda: (_ for _ in ()).throw(RuntimeError("stop")))
+    assert measure_peak(lambda: torch.ones(10_000_000).sum())[1] == pytest.approx(40e6, rel=0.05)
+
+
+def test_sampling_stands_in_where_the_kernel_gives_no_high_water_mark(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "no" / "clear_refs")
+
+    def fn():
+        blocks = [torch.ones(25_000_000) for _ in range(2)]
+        for _ in range(20):
+            blocks[0] += blocks[1]
+
+    _, peak = measure_peak(fn)
+    assert peak == pytest.approx(200e6, rel=0.1)
+
+
+@needs_exact
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("impl, chunk", [("naive", "auto"), ("chunked", "auto"), ("chunked", 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_prediction_agrees_with_the_measured_peak(dtype, impl, chunk, trainable):
+    B, T, H, V = 6, 48, 192, 16384
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(B, T, H, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=generator).mul(0.05).to(dtype).requires_grad_(trainable)
+    ids = torch.randint(V, (B, T), generator=generator)
+    advantages = torch.randn(B, generator=generator)
+
+    def fn():
+        hidden.grad = weight.grad = None
+        loss, _ = grpo_loss(hidden, weight, ids, torch.ones(B, T), advantages, impl=impl, chunk_tokens=chunk)
+        loss.backward()
+
+    fn()
+    hidden.grad = weight.grad = None
+    predicted = predict_loss_bytes(B, T, H, V, dtype, impl, chunk_tokens=chunk, trainable_head=trainable)
+    _, peak = measure_peak(fn)
+    assert sum(predicted.values()) == pytest.approx(peak, rel=0.05), {k: v / MIB for k, v in predicted.items()}
+
+
+def test_prediction_by_hand():
+    """The baseline's shape: 64 sequences of 1,024 tokens, Qwen3-0.6B's head, bf16."""
+    naive = predict_loss_bytes(64, 1024, 1024, 151936, torch.bfloat16, "naive", device="cuda")
+    logits = 64 * 1024 * 151936 * 2
+    assert sum(naive.values()) == 2 * logits + 3 * logits // 64 + 64 * 1024 * 1024 * 2
+    fixed = dict(chunk_tokens=1024, device="cuda")
+    one, two = (
+        predict_loss_bytes(B, 1024, 1024, 151936, torch.bfloat16, "chunked", **fixed, trainable_head=False)
+        for B in (64, 128)
+    )
+    assert sum(two.values()) - sum(one.values()) == 64 * 1024 * 1024 * 2, "only dH grows with the batch"
+    assert sum(one.values()) < sum(naive.values()) / 80
+    trained = predict_loss_bytes(64, 1024, 1024, 151936, torch.bfloat16, "chunked", **fixed)
+    assert predict_loss_bytes(64, 1024, 1024, 151936, torch.bfloat16, device="cuda"), "on a computer without a GPU too"
+    assert sum(trained.values()) - sum(one.values()) == 151936 * 1024 * (4 + 2), (
+        "dW in fp32, and rounded once at the end"
+    )
+
+
+def test_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="impl = 'liger'"):
+        predict_loss_bytes(1, 1, 1, 1, impl="liger")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("impl", ["naive", "chunked"])
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+def test_prediction_agrees_on_a_gpu(impl, trainable):
+    B, T, H, V = 8, 256, 1024, 65536
+    hidden = torch.randn(B, T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, H, device="cuda").mul(0.05).bfloat16().requires_grad_(trainable)
+    ids, advantages = torch.randint(V, (B, T), device="cuda"), torch.randn(B, device="cuda")
+
+    def fn():
+        hidden.grad = weight.grad = None
+        grpo_loss(hidden, weight, ids, torch.ones(B, T, device="cuda"), advantages, impl=impl)[0].backward()
+
+    fn()
+    hidden.grad = weight.grad = None
+    predicted = predict_loss_bytes(B, T, H, V, torch.bfloat16, impl, trainable_head=trainable, device="cuda")
+    assert sum(predicted.values()) == pytest.approx(measure_peak(fn, "cuda")[1], rel=0.1)
