@@ -55,7 +55,8 @@ def predict_loss_bytes(
         ]
     elif impl == "chunked":
         free = None if device.type == "cpu" or torch.cuda.is_available() else 1 << 62
-        C = plan_chunk(N, V, s, device, free) if chunk_tokens == "auto" else min(chunk_tokens, N)
+        C = plan_chunk(N, V, s, device, free) if chunk_tokens == "auto" else chunk_tokens
+        C = min(C, -(-max(N, 1) // 16) * 16)
         loop = {
             "chunk of logits, then of their gradient (C, V)": C * V * s,
             "dH (B, T, H)": B * T * H * s,

@@ -1,0 +1,182 @@
+"""The notebooks' figures: one function each, static matplotlib, plus ``show`` that adds an interactive plotly twin.
+
+Each returns a matplotlib Figure and displays nothing by itself. Colours are those of Okabe and Ito, which colour-blind
+eyes tell apart; line styles, markers and hatches do so in grey print. Left out: tables, widgets and animations.
+"""
+
+import base64
+import io
+import itertools
+import json
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+# Okabe and Ito, "Color Universal Design" (2008); their yellow is left out, too pale for lines on white.
+BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY = "#0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #666666".split()
+PALETTE = [BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY]
+IMPL_COLOURS = {"naive": RED, "chunked": BLUE, "trl": GREEN}
+
+
+def axes(title, x_label, y_label, size=(6.4, 3.8)):
+    """A figure with one plain pair of axes."""
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    ax = figure.add_subplot()
+    ax.set_title(title, fontsize=11, loc="left")
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(y_label)
+    ax.grid(color="#DDDDDD", linewidth=0.6)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    return figure, ax
+
+
+def memory_figure(rows, title="Peak memory of the loss, forward and backward"):
+    """Peak bytes against batch size: predicted lines, measured points.
+
+    rows: dicts with batch, impl ("naive", "chunked"), dtype (text), predicted (bytes) and measured (bytes, or None).
+    """
+    figure, ax = axes(title, "sequences in the batch", "peak memory beyond the inputs")
+    styles = dict(zip(dict.fromkeys(r["dtype"] for r in rows), itertools.cycle([("-", "o"), ("--", "s"), (":", "^")])))
+    for impl, dtype in dict.fromkeys((r["impl"], r["dtype"]) for r in rows):
+        chosen = sorted((r for r in rows if (r["impl"], r["dtype"]) == (impl, dtype)), key=lambda r: r["batch"])
+        line, marker = styles[dtype]
+        colour = IMPL_COLOURS.get(impl, GREY)
+        batch = [r["batch"] for r in chosen]
+        label = f"{impl}, {dtype}"
+        ax.plot(batch, [r["predicted"] for r in chosen], line, color=colour, label=f"{label}: predicted")
+        points = [(r["batch"], r["measured"]) for r in chosen if r["measured"] is not None]
+        if points:
+            ax.plot(*zip(*points), marker, color=colour, label=f"{label}: measured", markerfacecolor="white")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_bytes(y)))
+    ax.legend(fontsize=8, frameon=False, ncols=2)
+    return figure
+
+
+def format_bytes(count):
+    """``count`` in the largest unit of which it holds one: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def smoothed(values, window):
+    """Running mean over the last ``window`` values, over those there are at the start."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1])
+            for i in range(len(values))]  # fmt: skip
+
+
+def curves_figure(runs, key="reward", title="Reward during training", y_label=None, window=1):
+    """One logged quantity against the step, several runs laid over one another.
+
+    runs: name to metrics rows (``load_run(folder).metrics`` or ``trainer.state.log_history``); rows without the key, or
+    with null, are left out. window: steps of the running mean. Raises ValueError where no run has logged the key.
+    """
+    figure, ax = axes(title, "step", y_label or key)
+    styles = itertools.cycle([("-", 2.6), ("--", 1.8), (":", 1.8), ("-.", 1.4)])
+    for (name, rows), colour, (line, width) in zip(runs.items(), itertools.cycle(PALETTE), styles):
+        points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+        if points:
+            steps, values = zip(*points)
+            colour = IMPL_COLOURS.get(name, colour)
+            ax.plot(steps, smoothed(values, window), line, color=colour, linewidth=width, label=name)
+    if not ax.lines:
+        raise ValueError(f"key = {key!r}: no run has logged it; logged are "
+                         f"{sorted({k for rows in runs.values() for row in rows for k in row})}")  # fmt: skip
+    if len(runs) > 1:
+        ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def error_budget_figure(rows, budget=1.5, title="Error against float64, in units of eager PyTorch's own"):
+    """Bars of a path's error divided by eager's in the same dtype, with the budget as a line.
+
+    rows: dicts with name, error and eager: errors against float64 in one unit. Raises ValueError where eager's is 0.
+    """
+    if exact := [r["name"] for r in rows if not r["eager"] > 0]:
+        raise ValueError(
+            f"rows: eager's error is 0 for {exact}; a budget relative to it has no meaning, leave them out"
+        )
+    figure, ax = axes(title, "error / eager's error", "", size=(6.4, 0.9 + 0.32 * len(rows)))
+    names = [r["name"] for r in rows]
+    ratios = [r["error"] / r["eager"] for r in rows]
+    ax.barh(names, ratios, color=[BLUE if ratio <= budget else RED for ratio in ratios], height=0.6)
+    for position, ratio in enumerate(ratios):
+        ax.text(ratio, position, f" {ratio:.2f}", va="center", fontsize=8)
+    ax.axvline(1, color=GREY, linewidth=1, linestyle=":")
+    ax.axvline(budget, color=GREY, linewidth=1.5)
+    ax.text(budget, 1.0, " budget", transform=ax.get_xaxis_transform(), fontsize=8, color=GREY)
+    ax.set_xlim(0, max(*ratios, budget) * 1.12)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    return figure
+
+
+def before_after_figure(pairs, title="Held-out problems", y_label="share answered right"):
+    """Two bars for each measure, before and after training. pairs: name to (before, after), both from 0 to 1."""
+    figure, ax = axes(title, "", y_label, size=(max(3.2, 1.7 * len(pairs) + 1.2), 3.4))
+    for offset, label, colour, hatch in ((-0.2, "before", ORANGE, "//"), (0.2, "after", BLUE, None)):
+        values = [pair[label == "after"] for pair in pairs.values()]
+        bars = ax.bar([i + offset for i in range(len(pairs))], values, 0.38, label=label, color=colour, hatch=hatch,
+                      edgecolor="white")  # fmt: skip
+        ax.bar_label(bars, [f"{value:.0%}" for value in values], fontsize=9, padding=1)
+    ax.set_xticks(range(len(pairs)), pairs)
+    ax.set_ylim(0, 1.08)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0%}"))
+    ax.grid(axis="x", visible=False)
+    ax.legend(fontsize=8, frameon=False, loc="upper left")
+    return figure
+
+
+def interactive(figure):
+    """The plotly twin of a figure of lines: the same points, colours and scales, with values under the pointer."""
+    import plotly.graph_objects as go
+
+    (ax,) = figure.axes
+    dashes = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
+    symbols = {"o": "circle-open", "s": "square-open", "^": "triangle-up-open"}
+    twin = go.Figure()
+    for line in ax.lines:
+        x, y = (list(map(float, values)) for values in line.get_data())
+        colour, dash = line.get_color(), dashes.get(line.get_linestyle())
+        if dash:
+            style = {"mode": "lines", "line": {"color": colour, "dash": dash}}
+        else:
+            style = {"mode": "markers", "marker": {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}}
+        twin.add_scatter(x=x, y=y, name=line.get_label(), **style)
+    twin.update_layout(title=ax.get_title(loc="left"), template="simple_white", height=420, margin={"t": 50, "b": 40})
+    twin.update_xaxes(title=ax.get_xlabel(), type=ax.get_xscale())
+    twin.update_yaxes(title=ax.get_ylabel(), type=ax.get_yscale())
+    return twin
+
+
+def png(figure):
+    """The figure as PNG bytes, some 20 to 40 kB."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def show(figure, path=None, twin=False):
+    """Display the figure in a notebook and, with ``path``, save it; ``twin`` adds the interactive plotly version.
+
+    Picture and twin go out as two outputs, so that a page which cannot run plotly still shows the picture, and without
+    plotly's own script, which would add megabytes to the notebook.
+    """
+    from IPython.display import display
+
+    picture = png(figure)
+    if path is not None:
+        with open(path, "wb") as file:
+            file.write(picture)
+    display({"image/png": base64.b64encode(picture).decode(), "text/plain": "<picture>"}, raw=True)
+    if twin:
+        data = json.loads(interactive(figure).to_json())
+        data["config"] = {"displaylogo": False}
+        display({"application/vnd.plotly.v1+json": data, "text/plain": "<interactive figure>"}, raw=True)

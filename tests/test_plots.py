@@ -1,0 +1,95 @@
+import json
+
+import pytest
+
+from grpo_lab import plots
+
+MEMORY = [
+    {
+        "batch": b,
+        "impl": impl,
+        "dtype": dtype,
+        "predicted": size * b**power,
+        "measured": size * b**power if b < 8 else None,
+    }
+    for impl, size, power in (("naive", 3e7, 1), ("chunked", 6e7, 0.1))
+    for dtype, size in (("fp32", size), ("bf16", size / 2))
+    for b in (8, 1, 2, 4)
+]
+RUNS = {
+    "chunked": [{"step": s, "reward": s / 10, "kl": 0.1} for s in range(1, 9)],
+    "naive": [{"step": s, "reward": s / 11} for s in range(1, 9)] + [{"step": 9, "reward": None}, {"step": 9}],
+}
+
+
+def test_memory_figure_draws_lines_in_order_and_the_points_that_were_measured():
+    (ax,) = plots.memory_figure(MEMORY).axes
+    lines = {line.get_label(): line for line in ax.lines}
+    assert len(lines) == 8
+    assert list(lines["naive, fp32: predicted"].get_xdata()) == [1, 2, 4, 8]
+    assert list(lines["naive, fp32: measured"].get_xdata()) == [1, 2, 4]
+    assert list(lines["chunked, bf16: measured"].get_ydata()) == [3e7 * b**0.1 for b in (1, 2, 4)]
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in ax.lines}
+    assert len(looks) == 8, "each series can be told from the others"
+
+
+def test_memory_figure_without_a_measurement():
+    rows = [r | {"measured": None} for r in MEMORY]
+    assert len(plots.memory_figure(rows).axes[0].lines) == 4
+
+
+@pytest.mark.parametrize(
+    "count, text", [(512, "512 B"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (3 * 2**40, "3.07e+03 GiB")]
+)
+def test_bytes_are_written_in_binary_units(count, text):
+    assert plots.format_bytes(count) == text
+
+
+def test_curves_leave_out_what_was_not_logged():
+    (ax,) = plots.curves_figure(RUNS, window=2).axes
+    one, two = ax.lines
+    assert list(one.get_ydata()) == pytest.approx([0.1] + [(2 * s - 1) / 20 for s in range(2, 9)])
+    assert len(two.get_xdata()) == 8 and one.get_linestyle() != two.get_linestyle()
+    assert len(plots.curves_figure(RUNS, "kl").axes[0].lines) == 1
+    with pytest.raises(
+        ValueError, match=r"key = 'rewards': no run has logged it; logged are \['kl', 'reward', 'step'\]"
+    ):
+        plots.curves_figure(RUNS, "rewards")
+
+
+def test_error_budget_marks_what_exceeds_it():
+    rows = [{"name": "loss", "error": 1e-7, "eager": 2e-7}, {"name": "dW", "error": 4e-3, "eager": 2e-3}]
+    (ax,) = plots.error_budget_figure(rows).axes
+    assert [bar.get_width() for bar in ax.patches] == [0.5, 2.0]
+    colours = [bar.get_facecolor()[:3] for bar in ax.patches]
+    assert colours[0] != colours[1]
+    with pytest.raises(ValueError, match="eager's error is 0 for"):
+        plots.error_budget_figure([{"name": "x", "error": 0.0, "eager": 0.0}])
+
+
+def test_before_and_after_stand_side_by_side():
+    (ax,) = plots.before_after_figure({"sampled": (0.35, 0.9), "greedy": (0.5, 0.95)}).axes
+    assert [bar.get_height() for bar in ax.patches] == [0.35, 0.5, 0.9, 0.95]
+    assert {text.get_text() for text in ax.texts} == {"35%", "50%", "90%", "95%"}
+
+
+def test_the_plotly_twin_shows_the_same_points():
+    figure = plots.memory_figure(MEMORY)
+    twin = plots.interactive(figure)
+    assert [t.name for t in twin.data] == [line.get_label() for line in figure.axes[0].lines]
+    for trace, line in zip(twin.data, figure.axes[0].lines):
+        assert list(trace.x) == list(line.get_xdata()) and list(trace.y) == list(line.get_ydata())
+        assert (trace.line.color or trace.marker.color) == line.get_color()
+    assert twin.layout.xaxis.type == "log" and twin.layout.yaxis.title.text == "peak memory beyond the inputs"
+
+
+def test_show_gives_a_small_picture_and_the_twin_without_plotly_itself(tmp_path, monkeypatch):
+    import IPython.display
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", lambda data, raw: shown.append(data))
+    plots.show(plots.curves_figure(RUNS), tmp_path / "curves.png", twin=True)
+    picture, twin = shown
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert "image/png" in picture and set(twin) == {"application/vnd.plotly.v1+json", "text/plain"}
+    assert len(json.dumps(shown)) < 100_000
