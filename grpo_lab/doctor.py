@@ -53,7 +53,8 @@ def describe_environment():
         "gpu": gpus.split("\n") if gpus else [],
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "packages": versions,
-        "commit": _command_output("git", "rev-parse", "HEAD"),
+        # a copy without .git, as on a cluster node, is told its commit
+        "commit": _command_output("git", "rev-parse", "HEAD") or os.environ.get("GRPO_LAB_COMMIT"),
         "dirty": None if changes is None else bool(changes),
     }
 

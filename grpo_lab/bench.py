@@ -1,0 +1,216 @@
+"""Loss heads side by side: time, peak memory and gradient error of one forward and backward pass.
+
+Providers run interleaved on the same inputs after a warm-up; times are medians, peaks are incremental, and the bare
+GEMMs of the same shapes stand beside them as the floor. A provider that is missing or fails is a row that says so.
+
+    python -m grpo_lab.bench --out head.csv        # the recorded shapes on a GPU, small ones on a CPU
+"""
+
+import argparse
+import csv
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from grpo_lab.doctor import describe_environment
+from grpo_lab.loss import grpo_loss
+from grpo_lab.memory import measure_peak
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Head-only problem: B sequences of up to T tokens, lengths spread so that ``scored`` of them count; hidden H,
+    vocabulary V."""
+
+    batch: int
+    length: int
+    hidden: int
+    vocab: int
+    scored: int
+    dtype: str = "bfloat16"
+
+
+RECORDED = (Shape(64, 1024, 1024, 151_936, 38_694), Shape(32, 512, 1024, 151_936, 16_384))
+SMALL = (Shape(8, 64, 128, 8_192, 300, "float32"),)
+
+
+def make_inputs(shape: Shape, device, seed=0) -> dict:
+    """Random inputs of the shape: ragged mask with exactly ``scored`` tokens, advantages normalised in groups of 8."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, shape.dtype)
+
+    def randn(*size):
+        return torch.randn(*size, generator=generator, device=device)
+
+    B, T = shape.batch, shape.length
+    share = torch.rand(B, generator=generator, device=device) * 0.8 + 0.2
+    lengths = (share / share.sum() * shape.scored).floor().clamp(1, T).long()
+    while (left := shape.scored - int(lengths.sum())) > 0:  # hand out what the clamp cut off
+        room = (lengths < T).nonzero().squeeze(-1)[:left]
+        lengths[room] += 1
+    rewards = randn(B).view(-1, min(8, B))
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    return dict(
+        hidden=randn(B, T, shape.hidden).to(dtype),
+        weight=(randn(shape.vocab, shape.hidden) * shape.hidden**-0.5).to(dtype),
+        token_ids=torch.randint(shape.vocab, (B, T), generator=generator, device=device),
+        mask=(torch.arange(T, device=device) < lengths[:, None]).long(),
+        advantages=advantages.reshape(-1),
+    )
+
+
+def ours(impl, **options) -> Callable:
+    return lambda **x: grpo_loss(**x, impl=impl, **options)[0]
+
+
+def trl_fused(hidden, weight, token_ids, mask, advantages):
+    """TRL's fused head as its patched forward calls it, and its on-policy dapo loss on top."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    scored = mask.bool()
+    logps, *_ = ChunkedLogProbFunction.apply(
+        hidden[scored], weight, None, token_ids[scored], 1.0, 32768, None, 1.0, ("log_probs", "entropy")
+    )
+    logps = logps.new_zeros(scored.shape).masked_scatter(scored, logps)
+    ratio = torch.exp(logps - logps.detach())
+    losses = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def liger(hidden, weight, token_ids, mask, advantages):
+    """Liger's chunked GRPO loss with its defaults."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="dapo")
+    return loss(hidden, weight, token_ids, mask, advantages)[0]
+
+
+def bare_gemms(hidden, weight, token_ids, mask, advantages):
+    """The head's matrix products alone, in chunks of 2048 tokens: logits, dH, and dW where the head trains."""
+    states = hidden.detach()[mask.bool()]
+    z = torch.empty(2048, len(weight), dtype=states.dtype, device=states.device)
+    d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=states.device) if weight.requires_grad else None
+    with torch.no_grad():
+        for h in states.split(2048):
+            out = torch.mm(h, weight.t(), out=z[: len(h)])
+            torch.mm(out, weight)
+            if d_weight is None:
+                continue
+            if states.is_cuda and states.dtype != torch.float32:
+                torch.addmm(d_weight, out.t(), h, out_dtype=torch.float32, out=d_weight)
+            else:
+                d_weight.addmm_(out.t().float(), h.float())
+
+
+PROVIDERS = {
+    "bare GEMMs": bare_gemms,
+    "naive": ours("naive"),
+    "chunked": ours("chunked"),
+    "chunked, C 1024": ours("chunked", chunk_tokens=1024),
+    "TRL": trl_fused,
+    "Liger": liger,
+}
+
+
+def bench(shape: Shape, trainable: bool, device, providers=None, repeats=7, seed=0) -> list[dict]:
+    """One row per provider: ms (median), peak_mib (incremental), grad_error (dH against float64, relative), note."""
+    providers = PROVIDERS if providers is None else providers
+    x = make_inputs(shape, device, seed)
+    x["hidden"].requires_grad_()
+    x["weight"].requires_grad_(trainable)
+    exact = _exact_gradient(x)
+    rows, alive = {}, []
+    for name, fn in providers.items():
+        row = rows[name] = dict(provider=name, ms=None, peak_mib=None, grad_error=None, note="")
+        try:
+            _milliseconds(fn, x, device)  # compiles and warms up
+            row["peak_mib"] = measure_peak(lambda fn=fn: _run(fn, x), device)[1] / 2**20
+            grad = x["hidden"].grad
+            row["grad_error"] = None if grad is None else ((grad.double() - exact).norm() / exact.norm()).item()
+            alive.append((name, fn, []))
+        except Exception as error:  # noqa: BLE001  a provider that fails is a row, and the others go on
+            row["note"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
+        _clear(x)
+    for _ in range(repeats):
+        for name, fn, times in alive:
+            if len(times) < 2 or times[-1] < 500:  # of a pass this slow, two say enough
+                times.append(_milliseconds(fn, x, device))
+                rows[name]["ms"] = statistics.median(times)
+    return [{"head": "trainable" if trainable else "frozen", **vars(shape), **row} for row in rows.values()]
+
+
+def _exact_gradient(x):
+    """dH in float64, chunk by chunk."""
+    hidden = x["hidden"].detach().double().requires_grad_()
+    rest = {k: v.detach() for k, v in x.items() if k != "hidden"}
+    loss, _ = grpo_loss(hidden, **(rest | {"weight": rest["weight"].double()}), backend="torch", chunk_tokens=256)
+    loss.backward()
+    return hidden.grad
+
+
+def _run(fn, x):
+    _clear(x)
+    loss = fn(**x)
+    if loss is not None:
+        loss.backward()
+
+
+def _clear(x):
+    x["hidden"].grad = x["weight"].grad = None
+    gc.collect()
+
+
+def _milliseconds(fn, x, device):
+    _clear(x)
+    if device.type != "cuda":
+        start = time.perf_counter()
+        _run(fn, x)
+        return (time.perf_counter() - start) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start.record()
+    _run(fn, x)
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m grpo_lab.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--repeats", type=int, default=7)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = describe_environment()
+    where = {"device": about["gpu"][0] if about["gpu"] else f"{about['cpu']}, {torch.get_num_threads()} threads"}
+    where |= {name: about["packages"].get(name) for name in ("torch", "triton", "trl", "liger-kernel")}
+    where |= {"commit": about["commit"], "time": about["time"], "command": f"python -m grpo_lab.bench {' '.join(argv)}"}
+    rows = []
+    for shape in RECORDED if device.type == "cuda" else SMALL:
+        for trainable in (True, False):
+            print(f"{shape}, {'trainable' if trainable else 'frozen'} head")
+            for row in bench(shape, trainable, device, repeats=args.repeats):
+                rows.append(row)
+                number = lambda v, f: "-" if v is None else format(v, f)  # noqa: E731
+                print(
+                    f"  {row['provider']:16} {number(row['ms'], '9.1f')} ms {number(row['peak_mib'], '9,.0f')} MiB   "
+                    f"dH error {number(row['grad_error'], '.1e')}  {row['note']}",
+                    flush=True,
+                )
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *where])
+            writer.writeheader()
+            writer.writerows(row | where for row in rows)
+
+
+if __name__ == "__main__":
+    main()
