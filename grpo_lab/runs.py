@@ -65,7 +65,7 @@ def run_folder(notebook, params, root="runs"):
     """
     if root == "runs":
         root = os.environ.get("GRPO_LAB_RUNS", root)
-    base = CLONE if (CLONE / "notebooks").is_dir() else Path.cwd()
+    base = CLONE if (CLONE / "pyproject.toml").is_file() else Path.cwd()
     if not re.fullmatch(r"[\w-]+", notebook):
         raise ValueError(f"notebook = {notebook!r}: give the file's name without folder and .ipynb, as 06_train")
     digest = hashlib.sha256(canonical(params).encode()).hexdigest()[:10]
