@@ -6,6 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 PICK := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 # pip's own bar needs a terminal; a line a file shows progress everywhere, and errors still arrive on stderr.
 PIP = set -o pipefail; $(PY) -m pip install --disable-pip-version-check --progress-bar off
@@ -28,11 +29,9 @@ lint: $(VENV)/.installed
 
 # torch first and alone: whatever comes after finds it installed and does not go looking for a larger build.
 $(VENV)/.installed: pyproject.toml
-	@for python in $(PYTHON) python3 python3.12 python3.11; do \
-	    if $$python -c '$(PICK)' 2>/dev/null; then break; fi; python=; done; \
-	if [ -z "$$python" ]; then echo "No Python 3.11 or 3.12 with venv found (looked at:$(PYTHON) python3 python3.12" \
-	    "python3.11). Install one (on Debian and Ubuntu also the package python3-venv), or name it:" \
-	    "make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	@for python in $(PYTHONS); do if $$python -c '$(PICK)' 2>/dev/null; then break; fi; python=; done; \
+	if [ -z "$$python" ]; then echo "No Python 3.11 or 3.12 with venv among: $(PYTHONS). Install one (on Debian and" \
+	    "Ubuntu also the package python3-venv), or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
 	echo "set-up: $$($$python --version) -> $(VENV), then $(TORCH) and the pinned packages (once, some minutes)"; \
 	[ -x $(PY) ] || $$python -m venv $(VENV)
 	@$(PIP) $(PIP_ARGS) '$(TORCH)' $(SHOW)
