@@ -28,57 +28,65 @@ from itertools import accumulate, count
 from math import prod
 
 MAX_ANSWER = 200  # characters; a longer answer is none
+MAX_FORMULA = 120  # characters that math-verify gets to see
 MAX_MARKS = 32  # how many marks, counted from the end of the text, are looked at
-MAX_CALLS = 3_000_000  # Python calls that math-verify may make for one parse or comparison: under a second
+MAX_CALLS = 3_000_000  # Python calls that math-verify may make for one parse or comparison: about a second
 
-_COMMA = r"(?:,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
-_INT = rf"(?:[1-9][0-9]{{0,2}}(?:{_COMMA}[0-9]{{3}}){{1,12}}|[0-9]{{1,40}})(?![0-9])"
-_EXPONENT = r"(?:\{\s?[-+−]?[0-9]{1,3}\s?\}|[-+−]?[0-9]{1,3}(?![0-9]))"
+_INT = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,12}|[0-9]{1,40})(?![0-9])"
+_EXPONENT = r"(?:\{\s?[-+]?[0-9]{1,3}\s?\}|[-+]?[0-9]{1,3}(?![0-9]))"
 _SCALE = {"k": 10**3, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NUMBER = re.compile(
-    rf"""(?P<sign>[-+−–]?)\s?(?:\\?\$|[€£¥₹])?\s?(?P<sign2>[-+−–]?)\s?
-    (?:(?:(?P<whole>{_INT})(?:\s|(?=\\)))?
-         (?:(?P<over>{_INT})\s?/\s?(?P<under>{_INT})
-           |\\[dtc]?frac\s?\{{\s?(?P<over2>{_INT})\s?\}}\s?\{{\s?(?P<under2>{_INT})\s?\}}
-           |\\[dtc]?frac\s?(?P<over3>[0-9])\s?(?P<under3>[0-9]))
+_NUMBER = re.compile(  # of text that _plain has made plain
+    rf"""(?P<sign>[-+]?)\s?
+    (?:(?:(?P<whole>{_INT})\s)?(?P<over>{_INT})\s?/\s?(?P<under>{_INT})
       |(?P<base>{_INT})\s?\^\s?(?P<power>{_EXPONENT})
       |(?P<decimal>(?:{_INT})?\.[0-9]{{1,40}}(?![0-9])|{_INT})
-         (?P<times>[eE][-+]?[0-9]{{1,3}}(?![0-9])|\s?(?:\\times|\\cdot|[×·*x])\s?10\s?\^\s?{_EXPONENT})?)
+       (?:[eE](?P<e>{_EXPONENT})|\s?[×·*x]\s?10\s?\^\s?(?P<ten>{_EXPONENT}))?)
     (?P<scale>k\b|(?i:\s?(?:hundred|thousand|million|billion|trillion)\b))?""",
     re.VERBOSE,
 )
-_LEAD = re.compile(
-    r"(?:the )?(?:final )?answer(?: is|:)\s?|(?:[A-Za-z][A-Za-z0-9_]{0,20}|[-0-9 .+*/×÷()$%]{1,80})\s?=\s?",
+_LEAD = re.compile(  # "the answer is", "x =", "40 + 2 ="
+    r"(?:the )?(?:final )?answer(?: is)?:?\s?|(?:[A-Za-z][A-Za-z0-9_]{0,20}|[-0-9 .+*/×÷·()%]{1,80})\s?=\s?",
     re.IGNORECASE,
 )
-_GSM8K_LINE = re.compile(
-    rf"^[ \t]*+\#{{4}}[ \t]*+{_NUMBER.pattern}[ \t]?(?:\\?%)?\.?[ \t\r]*+$", re.VERBOSE | re.MULTILINE
-)
-# What may follow a number that is the whole answer; what must not follow the number that opens a `####` line.
-_UNIT = re.compile(r"(?:[^\W\d_]|[\s.%/$€£¥₹¢°²³'\"()-]|\\[%$]|\^\{?[23]\}?|\^\{?°\}?)*")
-_NO_UNIT = frozenset("or and to plus minus times over pi half squared cubed".split())
+# After a number that is the whole answer only a unit may follow; after one that opens a `####` line, any text that
+# does not make another value of it.
+_UNIT = re.compile(r"(?:[^\W\d_]|[\s.%/¢°²³'\"()-]|\^\{?[23°]\}?)*")
 _UNIT_LETTERS = frozenset("mghslLCFWVJN")
+_ARITHMETIC = "plus|minus|times|over|pi|sqrt|squared|cubed|half|halves|thirds|tenths|hundredths|thousandths"
+_NO_UNIT = re.compile(rf"\b(?:or|and|to|{_ARITHMETIC})\b", re.IGNORECASE)
 _GOES_ON = re.compile(
-    r"""(?:\\?[%$]|[€£¥₹]|\*\*|\\\))?+
-      (?: \.?\d | [A-Za-z_]{1,3}[0-9] | [a-z](?<![mghsl])(?![A-Za-z'])
-        | \s{0,3}(?:[0-9] | [+*/^=×÷·±]\s{0,3}\S | [-−–~<>,;:&x]\s{0,3}[-+(\\$€£¥₹]{0,3}[0-9]
-                  | \\(?!text|mathrm|mbox|quad|[%$)\],;!\s]))
-        | (?:\s{1,3}[^\W\d_]{1,20}){0,3}?\s{1,3}(?:or\b[^.]{0,30}|(?:and|to|of|by)\s{1,3}[-+(\\$€£¥₹]{0,3})[0-9])""",
+    rf"""(?:%|\*\*)?+
+      (?: \.?\d | [A-Za-z_]{{1,3}}\d | [a-z](?<![mghsl])(?![A-Za-z'])
+        | \s?(?:\d | \\ | [+*/^=×÷·±]\s?\S | [-<>,;:&x]\s?[-+(]*+\d | (?:{_ARITHMETIC})\b)
+        | (?:\s[^\W\d_]{{1,20}}){{0,3}}?\s(?:or\b[^.]{{0,30}}|(?:and|to|of|by)\s[-+(]*+)\d)""",
     re.VERBOSE,
 )
+_GSM8K_LINE = re.compile(rf"^[ \t]*+####[ \t]*+[-+]?\$?{_INT}(?:\.[0-9]{{1,40}})?%?\.?[ \t\r]*+$", re.MULTILINE)
+_COMMA = re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed)\s?\{([^{}]*)\}")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{\s?(-?[0-9,]+)\s?\}\s?\{\s?([0-9,]+)\s?\}|([0-9])\s?([0-9]))")
+_LATEX = {"times": "×", "cdot": "·", "div": "÷", "circ": "°", "degree": "°", "%": "%"}
+_LATEX |= dict.fromkeys(["left", "right", "quad", "$", ";", ":", ",", "!", " ", "(", ")", "[", "]"], " ")
+_LATEX_NAME = re.compile(r"\\(times|cdot|div|circ|degree|left|right|quad|[%$;:,! ()\[\]])(?![a-z])")
+_SYMBOLS = str.maketrans("−–$€£¥₹~`", "--       ")
 
 # What math-verify gets to see: nothing in here can make an integer explode.
 _FORMULA = re.compile(r"[0-9A-Za-z\s+\-*/^_=<>|.,;:(){}\[\]\\%$&]+")
-_COMMANDS = frozenset(
-    "frac dfrac tfrac sqrt pi cdot times div pm mp left right text mathrm mathbf ln log sin cos tan infty cup cap in le"
-    " leq ge geq lt gt ne neq alpha beta gamma theta lambda mu phi omega circ degree quad begin end".split()
+_RELATIONS = frozenset("le leq ge geq lt gt ne neq".split())
+_FUNCTIONS = frozenset("ln log sin cos tan".split())
+_COMMANDS = (
+    _RELATIONS
+    | _FUNCTIONS
+    | frozenset(
+        "frac dfrac tfrac sqrt pi cdot times div pm mp left right text mathrm mathbf infty cup cap in alpha beta gamma"
+        " theta lambda mu phi omega circ degree quad begin end".split()
+    )
 )
-_POWER = re.compile(
+_POWER = re.compile(  # one small exponent, and no tower
     r"\^(?:\{-?(?:[0-9]{1,3}|[a-z]|[0-9]?[a-z][+-][0-9]|[0-9]{1,2}/[0-9]{1,2}|\\frac\{[0-9]{1,2}\}\{[0-9]{1,2}\}|\\circ)\}"
-    r"|[0-9a-z]|\\circ)"
+    r"|[0-9]{1,3}(?![0-9])|[a-z]|\\circ)(?![\s{}]*\^)"
 )
+_COSTLY = re.compile(r"[A-Za-z]{3}|[0-9]{13}|[0-9][eE][0-9]|(?:[(\[{]\s*){3}|(?:[-+*/=<>,]\s*){3}|\*\s*\*|(?:/.*){5}")
 _LOCK = threading.Lock()  # neither sympy nor the LaTeX parser promises to be safe in threads
 
 
@@ -212,13 +220,12 @@ def _last(text, mark, read):
 
 
 def _hash_answer(tail):
-    line = re.sub(r"^(?:\*\*|\\\(|\\\[|\s)+", "", tail.partition("\n")[0])
+    line = _plain(tail.partition("\n")[0])
     lead = _LEAD.match(line)
     number = _NUMBER.match(line, lead.end() if lead else 0)
     if number is None or _GOES_ON.match(line, number.end()):
         return None
-    percent = re.compile(r"\s?\\?%").match(line, number.end())
-    return line[number.start() : percent.end() if percent else number.end()].strip()
+    return number[0] + ("%" if line[number.end() :].lstrip().startswith("%") else "")
 
 
 def _boxed_answer(tail):
@@ -232,12 +239,13 @@ def _boxed_answer(tail):
     return None
 
 
-def _unwrap(text):
-    text = " ".join(text.split())
-    for opening, closing in _DELIMITERS:
-        if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
-            text = text[len(opening) : -len(closing)].strip()
-    return text
+def _plain(text):
+    """``text`` undressed: ``a/b`` for a LaTeX fraction, one comma, one minus, no currency, single spaces."""
+    text = _COMMA.sub(",", text).translate(_SYMBOLS)
+    for _ in range(3):  # nested wrappers
+        text = _WRAPPER.sub(r" \1 ", text)
+    text = _LATEX_NAME.sub(lambda name: _LATEX[name[1]], _FRACTION.sub(r" \1\3/\2\4 ", text))
+    return re.sub(r"^(?:\*\*|\s)+", "", " ".join(text.split()))
 
 
 @lru_cache(maxsize=65536)
@@ -245,55 +253,37 @@ def _number(text):
     """The exact value of an answer that is one number, with or without its unit, else None."""
     if len(text) > MAX_ANSWER:
         return None
-    for _ in range(3):
-        text = _WRAPPER.sub(r" \1 ", text)
-    text = re.sub(r"\\(?:left|right|quad|degree|[;: ])|~", " ", _unwrap(text))
-    text = " ".join(text.replace("\\circ", "°").split())
+    text = _plain(text).removesuffix("**")
     lead = _LEAD.match(text)
     number = _NUMBER.match(text, lead.end() if lead else 0)
-    if number is None or not _is_unit(text[number.end() :]):
-        return None
-    return _value(number)
+    return _value(number) if number and _is_unit(text[number.end() :]) else None
 
 
 def _is_unit(rest):
     words = re.findall(r"[^\W\d_]+", rest)
-    if not _UNIT.fullmatch(rest) or _NO_UNIT.intersection(word.lower() for word in words):
-        return False
-    return not words or len(words[0]) > 1 or words[0] in _UNIT_LETTERS
+    readable = _UNIT.fullmatch(rest) and not _NO_UNIT.search(rest)
+    return readable and (not words or len(words[0]) > 1 or words[0] in _UNIT_LETTERS)
 
 
 def _value(number):
-    part = {name: _digits(text) for name, text in number.groupdict().items() if text}
-    if "decimal" in part:
-        value = Fraction(part["decimal"])
-        if "times" in part:
-            value *= Fraction(10) ** int(re.sub(r".*(?:[eE]|\^)\s?", "", part["times"]).strip("{} "))
-    elif "base" in part:
-        base, power = int(part["base"]), int(part["power"].strip("{} "))
-        if base == 0 and power < 0:
-            return None
-        value = Fraction(base) ** power
-    else:
-        over, under = (
-            int(next(part[name + n] for n in ("", "2", "3") if name + n in part)) for name in ("over", "under")
-        )
-        if under == 0:
-            return None
-        value = Fraction(over, under) + int(part.get("whole", 0))
-    if "scale" in part:
-        value *= _SCALE[part["scale"].strip().lower()]
-    return -value if (part.get("sign") == "-") != (part.get("sign2") == "-") else value
-
-
-def _digits(text):
-    return re.sub(rf"(?<=[0-9]){_COMMA}(?=[0-9])", "", text).translate({0x2212: "-", 0x2013: "-"})
+    part = {name: text.replace(",", "").strip("{} ").lower() for name, text in number.groupdict().items() if text}
+    try:
+        if "over" in part:
+            value = Fraction(int(part["over"]), int(part["under"])) + int(part.get("whole", 0))
+        elif "base" in part:
+            value = Fraction(part["base"]) ** int(part["power"])
+        else:
+            value = Fraction(part["decimal"]) * Fraction(10) ** int(part.get("e") or part.get("ten") or 0)
+    except ZeroDivisionError:
+        return None
+    return value * _SCALE.get(part.get("scale"), 1) * (-1 if part.get("sign") == "-" else 1)
 
 
 @lru_cache(maxsize=4096)
 def _formula(text):
     """What math-verify reads in ``text``: a tuple of sympy objects, empty where it cannot or must not read it."""
-    text = _unwrap(text)
+    for wrap in ("$$", "$", "**"):
+        text = text.strip().removeprefix(wrap).removesuffix(wrap)
     if not _is_harmless(text):
         return ()
     parse, _, undefined = _math_verify()
@@ -306,24 +296,26 @@ def _same_formula(gold, pred):
     ours, theirs = _formula(gold), _formula(pred)
     if not (ours and theirs and _within_budget(_math_verify()[1], list(ours), list(theirs))):
         return False
-    if not (ours[0].is_number and theirs[0].is_number):
+    if ours[0] == theirs[0] or not (ours[0].is_number and theirs[0].is_number):
         return True
     # math-verify takes two tiny numbers as equal whatever they are: constants must agree relatively as well
     return bool(_within_budget(lambda: abs((ours[0] - theirs[0]).evalf()) <= 1e-6 * abs(ours[0].evalf())))
 
 
 def _is_harmless(text):
-    if len(text) > MAX_ANSWER or not _FORMULA.fullmatch(text) or text.lower() in ("na", "n/a"):
+    """True where no number that math-verify could form from ``text`` is too large to compute with, and it is simple."""
+    if len(text) > MAX_FORMULA or not _FORMULA.fullmatch(text) or text.lower() in ("na", "n/a"):
         return False
     bare = re.sub(r"\\(?:text|mathrm|mathbf)\s?\{[A-Za-z ]*\}|\\[A-Za-z]+|\{[bpv]?matrix\}", " ", text)
-    if re.search(r"[A-Za-z]{3}|[0-9]{21}|(?:[(\[{]\s*){3}", bare) or not _COMMANDS.issuperset(
-        re.findall(r"\\([A-Za-z]+)", text)
-    ):
-        return False
+    commands = set(re.findall(r"\\([A-Za-z]+)", text))
     powers = [power[0] for power in _POWER.finditer(text)]
-    growth = prod(max(1, int(digits)) for power in powers for digits in re.findall("[0-9]+", power))
     depth = accumulate((char in "([{") - (char in ")]}") for char in text)
-    return len(powers) == text.count("^") and growth <= 10_000 and max(depth, default=0) <= 6
+    if _COSTLY.search(bare) or not commands <= _COMMANDS or len(powers) != text.count("^") or max(depth, default=0) > 6:
+        return False
+    growth = prod(max(1, int(digits)) for power in powers for digits in re.findall("[0-9]+", power))
+    if commands & _RELATIONS or re.search("[=<>]", text):  # these get solved: log(x) < 999 would ask for e^999
+        return growth <= 20 and not commands & _FUNCTIONS
+    return growth <= 1000
 
 
 @lru_cache(maxsize=1)
@@ -351,13 +343,14 @@ def _within_budget(work, *args):
         if next(calls) > MAX_CALLS:
             raise _OverBudget
 
-    profiler = sys.getprofile()
+    hook = sys.getprofile() is None  # somebody who is profiling keeps theirs, and watches the clock
     with _LOCK:
         try:
-            if profiler is None:  # somebody who is profiling keeps the hook, and watches the clock
+            if hook:
                 sys.setprofile(spend)
             return work(*args)
         except (_OverBudget, Exception):
             return None
         finally:
-            sys.setprofile(profiler)
+            if hook:
+                sys.setprofile(None)
