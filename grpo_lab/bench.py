@@ -83,12 +83,16 @@ def trl_fused(hidden, weight, token_ids, mask, advantages):
     return (losses * mask).sum() / mask.sum().clamp(min=1.0)
 
 
-def liger(hidden, weight, token_ids, mask, advantages):
-    """Liger's chunked GRPO loss with its defaults."""
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+def liger(compiled) -> Callable:
+    """Liger's chunked GRPO loss with its defaults, through torch.compile (its default too) or without."""
 
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="dapo")
-    return loss(hidden, weight, token_ids, mask, advantages)[0]
+    def run(hidden, weight, token_ids, mask, advantages):
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+        loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="dapo", compiled=compiled)
+        return loss(hidden, weight, token_ids, mask, advantages)[0]
+
+    return run
 
 
 def bare_gemms(hidden, weight, token_ids, mask, advantages):
@@ -114,7 +118,8 @@ PROVIDERS = {
     "chunked": ours("chunked"),
     "chunked, C 1024": ours("chunked", chunk_tokens=1024),
     "TRL": trl_fused,
-    "Liger": liger,
+    "Liger": liger(compiled=True),
+    "Liger, not compiled": liger(compiled=False),
 }
 
 
@@ -136,7 +141,8 @@ def bench(shape: Shape, trainable: bool, device, providers=None, repeats=7, seed
             alive.append((name, fn, []))
         except Exception as error:  # noqa: BLE001  a provider that fails is a row, and the others go on
             row["note"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
-        _clear(x)
+        x["hidden"].grad = x["weight"].grad = None
+        gc.collect()
     for _ in range(repeats):
         for name, fn, times in alive:
             if len(times) < 2 or times[-1] < 500:  # of a pass this slow, two say enough
@@ -155,19 +161,13 @@ def _exact_gradient(x):
 
 
 def _run(fn, x):
-    _clear(x)
+    x["hidden"].grad = x["weight"].grad = None
     loss = fn(**x)
     if loss is not None:
         loss.backward()
 
 
-def _clear(x):
-    x["hidden"].grad = x["weight"].grad = None
-    gc.collect()
-
-
 def _milliseconds(fn, x, device):
-    _clear(x)
     if device.type != "cuda":
         start = time.perf_counter()
         _run(fn, x)
@@ -200,7 +200,7 @@ def main(argv=None):
                 rows.append(row)
                 number = lambda v, f: "-" if v is None else format(v, f)  # noqa: E731
                 print(
-                    f"  {row['provider']:16} {number(row['ms'], '9.1f')} ms {number(row['peak_mib'], '9,.0f')} MiB   "
+                    f"  {row['provider']:20} {number(row['ms'], '9.1f')} ms {number(row['peak_mib'], '9,.0f')} MiB   "
                     f"dH error {number(row['grad_error'], '.1e')}  {row['note']}",
                     flush=True,
                 )

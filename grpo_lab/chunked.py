@@ -22,6 +22,9 @@ from grpo_lab.naive import naive_logps
 # Bytes of the logits buffer for chunk_tokens="auto". On a GPU small chunks pay for launches and for the fp32 dW that
 # each of them reads and writes; on a CPU large ones leave the cache.
 AUTO_BUFFER_BYTES = {"cuda": 640 << 20, "cpu": 32 << 20}
+# fp16 rounds what is below 6e-5 to few bits, and 1 / V is below it: probabilities are multiplied by this on their way
+# through the gradient GEMMs, which accumulate in fp32.
+FP16_HEADROOM = 256.0
 
 
 def plan_chunk(n_tokens: int, vocab: int, itemsize: int, device: torch.device, free_bytes: int | None = None) -> int:
@@ -178,8 +181,9 @@ class Sweep:
         weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         project = _projection(weight, bias, self.head.logits_fp32)
         logps, *stats = known or torch.empty(4, len(self.position), dtype=wide, device=device).unbind()
-        z = torch.empty(C, V, dtype=wide if self.head.logits_fp32 else dtype, device=device)
-        g = torch.empty(C, V, dtype=dtype, device=device) if self.head.logits_fp32 and any(needs) else z
+        z = _aligned_rows(C, V, wide if self.head.logits_fp32 else dtype, device)
+        g = _aligned_rows(C, V, dtype, device) if self.head.logits_fp32 and any(needs) else z
+        headroom = FP16_HEADROOM if dtype == torch.float16 else 1.0
         h = torch.zeros(C, H, dtype=dtype, device=device)
         d_states = torch.zeros_like(states) if needs[0] else None
         d_weight = torch.zeros(V, H, dtype=wide, device=device) if needs[1] else None
@@ -197,17 +201,29 @@ class Sweep:
                 if not active or coefficients is None:
                     continue
                 part, rows = slice(a, a + active), slice(0, active)
-                c, e = coefficients(part, logps, stats[-1])
+                c, e = (x if x is None else x * headroom for x in coefficients(part, logps, stats[-1]))
                 logits_grad(z[rows], g[rows], self.ids[part], *(x[part] for x in stats), c, e, **self.head.logits)
                 if d_states is not None:
-                    d_states.index_copy_(0, self.position[part], torch.mm(g[rows], weight).to(d_states.dtype))
+                    d_chunk = _mm_wide(g[rows], weight)
+                    d_chunk = d_chunk if headroom == 1.0 else d_chunk.div_(headroom)
+                    d_states.index_copy_(0, self.position[part], d_chunk.to(d_states.dtype))
                 if d_weight is not None:
                     _addmm_wide(d_weight, g[rows].t(), h[rows])
                 if d_bias is not None:
                     d_bias += g[rows].sum(0, dtype=wide)
+        del z, g, h  # before dW gets its second copy
         d_hidden = None if d_states is None else d_states.view(hidden.shape)
-        d_weight = None if d_weight is None else d_weight.to(weight_dtype)
-        return (logps, *stats), (d_hidden, d_weight, None if d_bias is None else d_bias.to(weight_dtype))
+        if headroom != 1.0:
+            for x in filter(torch.is_tensor, (d_weight, d_bias)):
+                x.div_(headroom)
+        d_head = (x if x is None else x.to(weight_dtype) for x in (d_weight, d_bias))
+        return (logps, *stats), (d_hidden, *d_head)
+
+
+def _aligned_rows(C, V, dtype, device):
+    """An uninitialised ``(C, V)`` buffer whose rows begin at multiples of 128 bytes: GEMMs on odd rows are slow."""
+    step = 128 // dtype.itemsize
+    return torch.empty(C, -(-V // step) * step, dtype=dtype, device=device)[:, :V]
 
 
 def _projection(weight, bias, fp32):
@@ -221,6 +237,13 @@ def _projection(weight, bias, fp32):
         return lambda h, out: add_bias(torch.mm(h, weight.t(), out_dtype=torch.float32, out=out))
     weight, bias = weight.float(), None if bias is None else bias.float()
     return lambda h, out: _projection(weight, bias, False)(h.float(), out)
+
+
+def _mm_wide(a, b):
+    """``a @ b`` in fp32 where the device can: cuBLAS may split a long sum, and would round the parts to bf16."""
+    if a.is_cuda and a.dtype.itemsize < 4:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
 
 
 def _addmm_wide(total, a, b):

@@ -17,7 +17,7 @@ try:
 except ImportError:
     triton = None
 
-_TWIN_ELEMENTS = 1 << 22  # fp32 temporaries of a twin: 16 MiB each, small enough to stay in a CPU's cache
+_TWIN_ELEMENTS = 1 << 19  # fp32 temporaries of a twin: 2 MiB each, small enough to stay in a CPU's cache
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def row_stats(z, ids, logps, peak, log_sum, entropy, *, logit_scale=1.0, softcap
         _row_stats_kernel[(len(z),)](
             z, z.stride(0), ids, logps, peak, log_sum, entropy, z.shape[1],
             float(logit_scale), float(softcap or 1.0), float(inv_t),
-            HAS_SOFTCAP=softcap is not None, BLOCK=4096, num_warps=8,
+            HAS_SOFTCAP=softcap is not None, BLOCK=4096, num_warps=4,
         )  # fmt: skip
         return
     for rows in _rows(z):
@@ -170,7 +170,7 @@ def logits_grad(
         if softcap is not None:
             t = torch.tanh(x / softcap)
             x = softcap * t
-        log_p = (x if inv_t == 1.0 else x * inv_t) - peak[rows, None] - log_sum[rows, None]
+        log_p = ((x if inv_t == 1.0 else x * inv_t) - peak[rows, None]).sub_(log_sum[rows, None])
         p = log_p.exp()
         grad = p * -c[rows, None]
         grad.scatter_add_(-1, ids[rows, None], c[rows, None])

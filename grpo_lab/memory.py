@@ -58,7 +58,7 @@ def predict_loss_bytes(
         C = plan_chunk(N, V, s, device, free) if chunk_tokens == "auto" else chunk_tokens
         C = min(C, -(-max(N, 1) // 16) * 16)
         loop = {
-            "chunk of logits, then of their gradient (C, V)": C * V * s,
+            "chunk of logits, then of their gradient (C, V)": C * -(-V * s // 128) * 128,  # rows of whole cache lines
             "dH (B, T, H)": B * T * H * s,
             "states and dH of the chunk (2, C, H)": 2 * C * H * s,
             "dW in fp32 (V, H)": V * H * 4 * trainable_head,
@@ -71,9 +71,11 @@ def predict_loss_bytes(
             widened = {"fp32 factors of the dW product (C, V) and (C, H)": C * (V + H) * 4 * (s < 4) * trainable_head}
             moments = [loop | twin, loop | widened]
         else:
-            moments = [loop]
+            # cuBLAS writes the chunk's dH in fp32; it is rounded afterwards
+            moments = [loop | {"dH of the chunk in fp32 (C, H)": C * H * 4 * (s < 4)}]
         if trainable_head and s < 4:
-            moments.append(loop | {"dW in the head's dtype (V, H)": V * H * s})
+            ends = ("dH (B, T, H)", "dW in fp32 (V, H)")
+            moments.append({name: loop[name] for name in ends} | {"dW in the head's dtype (V, H)": V * H * s})
     else:
         raise ValueError(f"impl = {impl!r}: expected 'naive' or 'chunked'")
     most = max(moments, key=lambda m: sum(m.values()))

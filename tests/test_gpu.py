@@ -54,7 +54,7 @@ def test_errors_stay_within_eager_pytorch_s(B, T, V, H, dtype, seed):
 @pytest.mark.parametrize(("B", "T", "share"), [(1, 70_000, 1.0), (64, 1024, 0.59), (2, 66_000, 0.5)])
 def test_long_batches(B, T, share, H, V, dtype, seed):
     x = long_inputs(B, T, H, V, dtype, share)
-    limit = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}[dtype]
+    limit = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 5e-6}[dtype]
     loss, expected, stats = exact(x)
     _, ours, got = loss_and_grads(x)
     errors = {name: relative(ours[name], expected[name]) for name in ours}
