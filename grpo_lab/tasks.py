@@ -1,0 +1,344 @@
+"""Problems with an answer that a program can check: generated word problems, and GSM8K.
+
+`arithmetic_problems` writes one- and two-step word problems with + - * / and their worked solutions in GSM8K's style
+(steps, then `#### N`); its held-out split uses operand pairs and partly wordings that no training problem contains.
+`demonstrations` writes the mostly wrong solutions that the tiny policy is warm-started on. `gsm8k` reads the real data
+set from the hub or from local jsonl files. Nothing here needs torch: `datasets` is loaded when a data set is made.
+"""
+
+import json
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+NAMES = ("Mia", "Tom", "Ana", "Ben", "Lea", "Sam", "Eva", "Max", "Zoe", "Leo")
+OBJECTS = ("apples", "books", "cards", "coins", "cups", "eggs", "pens", "shells", "stones", "stamps", "toys", "beads")
+HOLDERS = (("bag", "bags"), ("box", "boxes"), ("jar", "jars"), ("basket", "baskets"))
+OPERANDS = range(2, 21)
+LARGEST = 99  # of every result, so that a number is one or two digit tokens
+
+# Wordings, by split. {n} owns the things, {m} is another person, {o} the things, {h} and {hs} a holder; {a} and {b} the
+# numbers of the step. The held-out ones recombine words that the training ones use: a new sentence, no new word.
+BEGIN = {
+    "train": (
+        "{n} has {a} {o}.",
+        "{n} starts with {a} {o}.",
+        "{n} finds {a} {o}.",
+        "At first {n} has {a} {o}.",
+        "There are {a} {o} and {n} takes them all.",
+    ),
+    "heldout": ("{n} gets {a} {o}.", "At first {n} finds {a} {o}."),
+}
+CHANGE = {
+    "+": {
+        "train": (
+            "{n} buys {b} more.",
+            "{n} buys {b} {o}.",
+            "{m} gives {n} {b} more {o}.",
+            "{m} gives {n} {b} more.",
+            "Then {n} finds {b} more {o}.",
+            "Then {n} makes {b} more.",
+            "{n} gets {b} {o} from {m}.",
+            "{n} gets {b} more from {m}.",
+            "{m} buys {b} {o} for {n}.",
+        ),
+        "heldout": ("Then {m} gives {n} {b} {o}.", "{n} makes {b} more {o}.", "{m} finds {b} more {o} for {n}."),
+    },
+    "-": {
+        "train": (
+            "{n} gives {b} to {m}.",
+            "{n} gives {b} {o} to {m}.",
+            "{n} loses {b} of them.",
+            "Then {n} loses {b} {o}.",
+            "{n} sells {b} of the {o}.",
+            "Then {n} sells {b}.",
+            "{m} takes {b} of them.",
+            "{m} takes {b} {o} from {n}.",
+            "{n} uses {b} of the {o}.",
+        ),
+        "heldout": ("Then {n} gives {b} of them to {m}.", "{n} sells {b} {o} to {m}.", "Then {n} uses {b}."),
+    },
+}
+BEGIN_WITH = {  # a beginning that is itself a step
+    "*": {
+        "train": (
+            "{n} has {a} {hs} with {b} {o} in each {h}.",
+            "{n} has {a} {hs} and there are {b} {o} in each {h}.",
+            "{n} fills {a} {hs} with {b} {o} each.",
+            "There are {a} {hs} with {b} {o} in each and {n} takes them all.",
+            "{n} buys {a} {hs} with {b} {o} each.",
+        ),
+        "heldout": (
+            "{n} finds {a} {hs} with {b} {o} in each {h}.",
+            "{n} buys {a} {hs} and there are {b} {o} in each.",
+        ),
+    },
+    "/": {
+        "train": (
+            "{a} {o} are shared equally between {b} friends. {n} is one of them.",
+            "There are {a} {o} for {b} friends. {n} gets an equal share.",
+            "{n} and the friends share {a} {o} equally. They are {b} friends.",
+        ),
+        "heldout": (
+            "There are {a} {o}. They are shared equally between {b} friends. {n} is one of them.",
+            "{a} {o} are for {b} friends and {n} gets an equal share.",
+        ),
+    },
+}
+FINISH = {  # a last step: (wording, who the question is about)
+    "*": {
+        "train": (
+            ("{m} has {b} times as many {o} as {n}.", "{m}"),
+            ("{m} has {b} times as many.", "{m}"),
+            ("Then {m} finds {b} times as many as {n} has.", "{m}"),
+            ("{m} buys {b} times as many {o} as {n} has.", "{m}"),
+        ),
+        "heldout": (
+            ("{m} gets {b} times as many {o}.", "{m}"),
+            ("Then {m} buys {b} times as many as {n}.", "{m}"),
+        ),
+    },
+    "/": {
+        "train": (
+            ("{n} shares them equally between {b} friends.", "each friend"),
+            ("{n} shares the {o} between {b} friends, an equal share for each friend.", "each friend"),
+            ("Then {n} puts the {o} into {b} {hs}, equally many in each {h}.", "each {h}"),
+            ("{n} fills {b} {hs} equally with them.", "each {h}"),
+        ),
+        "heldout": (
+            ("{n} puts them equally into {b} {hs}.", "each {h}"),
+            ("Then {n} shares all the {o} equally between {b} friends.", "each friend"),
+        ),
+    },
+}
+ASK = (
+    "How many {o} does {who} have?",
+    "How many {o} does {who} have now?",
+    "How many {o} does {who} have in all?",
+    "How many {o} does {who} have then?",
+)
+NEW_WORDING_SHARE = 0.5  # of the held-out problems; the others have new operands in wordings seen in training
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a solution: `who` has `a operator b = result` of `things`."""
+
+    who: str
+    a: int
+    operator: str
+    b: int
+    result: int
+    things: str
+
+    def __str__(self):
+        return f"{self.who} has {self.a} {self.operator} {self.b} = {self.result} {self.things}."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, its right steps, and whether its wording is one of the held-out ones."""
+
+    question: str
+    steps: tuple[Step, ...]
+    new_wording: bool
+
+    @property
+    def answer(self):
+        return str(self.steps[-1].result)
+
+    @property
+    def solution(self):
+        return write_solution(self.steps)
+
+
+def write_solution(steps, marker=True):
+    """The steps, one a line, and after them `#### N` unless `marker` is False."""
+    lines = [str(step) for step in steps]
+    return "\n".join([*lines, f"#### {steps[-1].result}"] if marker else lines)
+
+
+def is_heldout(a, b):
+    """Whether the operand pair {a, b}, in either order, belongs to the held-out split: one pair in seven.
+
+    The rule is a lattice, so that every operand, sum and difference keeps most of its pairs in training.
+    """
+    return (3 * min(a, b) + 5 * max(a, b)) % 7 == 0
+
+
+def _result(a, operator, b, pairs):
+    """What the step gives, or None unless it is a whole number from 2 to LARGEST and the pair is one of `pairs`:
+
+    "train" or "heldout" ones, or "lines": training pairs, and for * and / all.
+    """
+    if is_heldout(a, b) != (pairs == "heldout") and not (pairs == "lines" and operator in "*/"):
+        return None
+    if operator == "/" and a % b:
+        return None
+    result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
+    return result if 2 <= result <= LARGEST else None
+
+
+def _numbers(rng, operators, pairs):
+    """Operands and results of a chain of steps, [(a, b, result), ...]: redrawn until every step is valid."""
+    while True:
+        value = rng.randint(2, LARGEST if operators[0] in "-/" else LARGEST // 2)
+        chain = []
+        for operator in operators:
+            b = rng.choice(OPERANDS)
+            result = _result(value, operator, b, pairs)
+            if result is None:
+                break
+            chain.append((value, b, result))
+            value = result
+        else:
+            return chain
+
+
+def _problem(rng, split):
+    new_wording = split == "heldout" and rng.random() < NEW_WORDING_SHARE
+    words = "heldout" if new_wording else "train"
+    operators = [rng.choice("+-*/") for _ in range(rng.choice((1, 2)))]
+    owner, *others = rng.sample(NAMES, 3)
+    things = rng.choice(OBJECTS)
+    holders = rng.sample(HOLDERS, 2)
+    who, sentences, steps = owner, [], []
+    for i, (operator, (a, b, result)) in enumerate(zip(operators, _numbers(rng, operators, split), strict=True)):
+        names = {"n": owner, "m": others[i], "o": things, "h": holders[i][0], "hs": holders[i][1], "a": a, "b": b}
+        if i == 0 and operator in BEGIN_WITH and (len(operators) == 2 or rng.random() < 0.5):
+            sentences.append(rng.choice(BEGIN_WITH[operator][words]).format(**names))
+        else:
+            if i == 0:
+                sentences.append(rng.choice(BEGIN[words]).format(**names))
+            if operator in CHANGE:
+                sentences.append(rng.choice(CHANGE[operator][words]).format(**names))
+            else:
+                sentence, subject = rng.choice(FINISH[operator][words])
+                sentences.append(sentence.format(**names))
+                who = subject.format(**names)
+        steps.append(Step(who[0].upper() + who[1:], a, operator, b, result, things))
+    sentences.append(rng.choice(ASK).format(o=things, who=who))
+    return Problem(" ".join(sentences), tuple(steps), new_wording)
+
+
+def problems(n, seed, split="train"):
+    """`n` `Problem`s; the same for a given (seed, split) on every platform.
+
+    Raises ValueError for n < 1 and for a split other than "train" and "heldout".
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: at least one problem is needed")
+    if split not in ("train", "heldout"):
+        raise ValueError(f'split={split!r}: expected "train" or "heldout"')
+    rng = random.Random(f"{split} {seed}")
+    return [_problem(rng, split) for _ in range(n)]
+
+
+def arithmetic_problems(n, seed, split="train"):
+    """`n` generated word problems as a `datasets.Dataset`, the same for a given (seed, split) on every platform.
+
+    Columns: `prompt` (chat messages), `answer` (the number as a string), `solution` (steps, then `#### N`). Operands
+    run from 2 to 20, dividends and results to 99. split="heldout": every step's operand pair is one that no training
+    problem or demonstration contains in either order, and half of the problems are in wordings that none of them has.
+    Raises ValueError for n < 1 and for an unknown split.
+    """
+    drawn = problems(n, seed, split)
+    return _dataset([p.question for p in drawn], answer=[p.answer for p in drawn], solution=[p.solution for p in drawn])
+
+
+def _careless(rng, steps):
+    """The same steps done carelessly; None where that has no valid result.
+
+    Half the time the numbers are misread, else every operator is wrong, mostly + for any other. Each line still
+    calculates right, so that the warm start learns to, from nothing but the line itself. With + and - no line has a
+    held-out pair. Misread lines practise the whole tables of * and /: a small model knows a product by heart or not at
+    all, so that there a held-out pair is new in a problem only.
+    """
+    if rng.random() < 0.5:
+        chain = _numbers(rng, [step.operator for step in steps], "lines")
+        return [replace(s, a=a, b=b, result=result) for s, (a, b, result) in zip(steps, chain, strict=True)]
+    value, changed = steps[0].a, []
+    for step in steps:
+        operator = rng.choice([o for o in "++++++-*/" if o != step.operator])
+        result = _result(value, operator, step.b, "train")
+        if result is None:
+            return None
+        changed.append(replace(step, a=value, operator=operator, result=result))
+        value = result
+    return changed
+
+
+def demonstrations(n, seed, right=0.40, unmarked=0.10):
+    """`n` solved training problems, most of them wrongly: columns `prompt`, `completion` (text), `answer` (right).
+
+    A share `right` has the right operators and the `#### N` line, a share `unmarked` lacks that line, and the others
+    are careless: wrong operators, mostly +, or misread numbers. Unmarked ones are careless in the same proportion.
+    Raises ValueError unless right + unmarked lies in 0..1 and n >= 1.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: at least one demonstration is needed")
+    if min(right, unmarked) < 0 or right + unmarked > 1:
+        raise ValueError(f"right={right}, unmarked={unmarked}: expected non-negative shares that add to 1 at most")
+    rng = random.Random(f"demonstrations {seed}")
+    questions, completions, answers = [], [], []
+    for _ in range(n):
+        marker = rng.random() >= unmarked
+        careless = rng.random() >= right / (1 - unmarked)
+        steps = None
+        while steps is None:
+            problem = _problem(rng, "train")
+            steps = _careless(rng, problem.steps) if careless else problem.steps
+        questions.append(problem.question)
+        completions.append(write_solution(steps, marker))
+        answers.append(problem.answer)
+    return _dataset(questions, completion=completions, answer=answers)
+
+
+def _dataset(questions, **columns):
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in questions], **columns})
+
+
+def gsm8k(split="train", path=None):
+    """GSM8K's "train" (7,473) or "test" (1,319) problems, columns as in `arithmetic_problems`.
+
+    Read from the hub id `openai/gsm8k` (config "main"), or from `path`: a folder that holds train.jsonl and test.jsonl,
+    or one jsonl file, whose lines have "question" and "answer". `answer` is what follows `####`, without thousands
+    separators. Raises ValueError for an unknown split, a path or line that does not fit, and ConnectionError when the
+    hub cannot be reached. Source: Cobbe et al. 2021, arXiv:2110.14168 (MIT licence).
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f'split={split!r}: GSM8K has "train" and "test"')
+    rows = _hub_rows(split) if path is None else _jsonl_rows(Path(path), split)
+    answers = []
+    for number, row in enumerate(rows, 1):
+        if not {"question", "answer"} <= row.keys() or "####" not in row["answer"]:
+            raise ValueError(
+                f'GSM8K {split}, row {number}: expected "question" and an "answer" with ####, got {row!r:.200}'
+            )
+        answers.append(row["answer"].rpartition("####")[2].strip().replace(",", ""))
+    return _dataset([r["question"] for r in rows], answer=answers, solution=[r["answer"] for r in rows])
+
+
+def _hub_rows(split):
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset("openai/gsm8k", "main", split=split))
+    except Exception as error:  # the hub client's errors have no common class below Exception
+        raise ConnectionError(
+            f"gsm8k(split={split!r}): the hub's openai/gsm8k cannot be read ({type(error).__name__}: {error}). "
+            "Without a network pass path=, a folder that holds train.jsonl and test.jsonl (or one such file)."
+        ) from error
+
+
+def _jsonl_rows(path, split):
+    file = path / f"{split}.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"path={str(path)!r}: no file {file}. Pass a folder that holds train.jsonl and test.jsonl, or a jsonl "
+            "file; without path the hub's openai/gsm8k is read."
+        )
+    with open(file, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
