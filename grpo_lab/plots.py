@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -22,6 +23,11 @@ def axes(title, x_label, y_label, size=(6.4, 3.8)):
     """A figure with one plain pair of axes."""
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     ax = figure.add_subplot()
+    _dress(ax, title, x_label, y_label)
+    return figure, ax
+
+
+def _dress(ax, title, x_label, y_label):
     ax.set_title(title, fontsize=11, loc="left")
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
@@ -29,7 +35,6 @@ def axes(title, x_label, y_label, size=(6.4, 3.8)):
     ax.set_axisbelow(True)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-    return figure, ax
 
 
 def memory_figure(rows, title="Peak memory of the loss, forward and backward"):
@@ -94,6 +99,54 @@ def curves_figure(runs, key="reward", title="Reward during training", y_label=No
     return figure
 
 
+def panels_figure(rows, panels, window=10):
+    """What one run logged, in small panels two by two: every step in a pale line, the running mean in a strong one.
+
+    rows: metrics rows (``load_run(folder).metrics``); panels: the panel's title to {label: key}. A key that no row
+    holds is left out, so that one call serves runs that log different things. window: steps of the running mean.
+    """
+    figure = Figure(figsize=(9.0, 2.9 * -(-len(panels) // 2)), dpi=100, layout="constrained")
+    grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flatten()
+    for ax, (title, lines) in zip(grid, panels.items()):
+        _dress(ax, title, "step", "")
+        for (label, key), colour in zip(lines.items(), PALETTE):
+            points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+            if points:
+                steps, values = zip(*points)
+                ax.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35, label=f"_{label}: each step")
+                ax.plot(steps, smoothed(values, window), color=colour, linewidth=2.2, label=label)
+        if len(lines) > 1:
+            ax.legend(fontsize=8, frameon=False)
+    for ax in grid[len(panels) :]:
+        ax.remove()
+    return figure
+
+
+def budget_heatmap_figure(rows, budget=1.5, title="Error against float64, in units of eager PyTorch's own"):
+    """A cell per setting and quantity: blue where the error is below eager's, red above; bold beyond the budget.
+
+    rows: dicts with name (the setting, a row), column (the quantity) and ratio (error divided by eager's).
+    """
+    names, columns = (list(dict.fromkeys(r[k] for r in rows)) for k in ("name", "column"))
+    ratios = {(r["name"], r["column"]): r["ratio"] for r in rows}
+    figure, ax = axes(title, "", "", size=(2.0 + 0.66 * len(columns), 1.1 + 0.21 * len(names)))
+    colours = LinearSegmentedColormap.from_list("below_and_above", [BLUE, "#FFFFFF", RED])
+    scale = TwoSlopeNorm(vcenter=1, vmin=0, vmax=max(budget, *ratios.values()))
+    ax.imshow([[ratios[n, c] for c in columns] for n in names], aspect="auto", cmap=colours, norm=scale)
+    for (name, column), ratio in ratios.items():
+        weight = "bold" if ratio > budget else "normal"
+        pale = abs(ratio - 1) < 0.6
+        ax.text(columns.index(column), names.index(name), f"{ratio:.2f}", ha="center", va="center", fontsize=7.5,
+                weight=weight, color="black" if pale else "white")  # fmt: skip
+    ax.set_xticks(range(len(columns)), columns, fontsize=8)
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    return figure
+
+
 def error_budget_figure(rows, budget=1.5, title="Error against float64, in units of eager PyTorch's own"):
     """Bars of a path's error divided by eager's in the same dtype, with the budget as a line.
 
@@ -136,23 +189,30 @@ def before_after_figure(pairs, title="Held-out problems", y_label="share answere
 
 def interactive(figure):
     """The plotly twin of a figure of lines: the same points, colours and scales, with values under the pointer."""
-    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
 
-    (ax,) = figure.axes
     dashes = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
     symbols = {"o": "circle-open", "s": "square-open", "^": "triangle-up-open"}
-    twin = go.Figure()
-    for line in ax.lines:
-        x, y = (list(map(float, values)) for values in line.get_data())
-        colour, dash = line.get_color(), dashes.get(line.get_linestyle())
-        if dash:
-            style = {"mode": "lines", "line": {"color": colour, "dash": dash}}
-        else:
-            style = {"mode": "markers", "marker": {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}}
-        twin.add_scatter(x=x, y=y, name=line.get_label(), **style)
-    twin.update_layout(title=ax.get_title(loc="left"), template="simple_white", height=420, margin={"t": 50, "b": 40})
-    twin.update_xaxes(title=ax.get_xlabel(), type=ax.get_xscale())
-    twin.update_yaxes(title=ax.get_ylabel(), type=ax.get_yscale())
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    columns = min(2, len(titles))
+    lines = -(-len(titles) // columns)
+    twin = make_subplots(lines, columns, subplot_titles=titles if len(titles) > 1 else None)
+    for place, ax in enumerate(figure.axes):
+        cell = {"row": place // columns + 1, "col": place % columns + 1}
+        for line in ax.lines:
+            x, y = (list(map(float, values)) for values in line.get_data())
+            colour, dash, name = line.get_color(), dashes.get(line.get_linestyle()), line.get_label()
+            if dash:
+                style = {"mode": "lines", "line": {"color": colour, "dash": dash}}
+            else:
+                marker = {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}
+                style = {"mode": "markers", "marker": marker}
+            style |= {"opacity": line.get_alpha() or 1, "showlegend": not name.startswith("_")}
+            twin.add_scatter(x=x, y=y, name=name.lstrip("_"), **style, **cell)
+        twin.update_xaxes(title=ax.get_xlabel(), type=ax.get_xscale(), **cell)
+        twin.update_yaxes(title=ax.get_ylabel(), type=ax.get_yscale(), **cell)
+    title = titles[0] if len(titles) == 1 else None
+    twin.update_layout(title=title, template="simple_white", height=110 + 310 * lines, margin={"t": 50, "b": 40})
     return twin
 
 

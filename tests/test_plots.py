@@ -93,3 +93,20 @@ def test_show_gives_a_small_picture_and_the_twin_without_plotly_itself(tmp_path,
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert "image/png" in picture and set(twin) == {"application/vnd.plotly.v1+json", "text/plain"}
     assert len(json.dumps(shown)) < 100_000
+
+
+def test_panels_draw_each_step_and_the_mean_and_their_twin_follows():
+    figure = plots.panels_figure(RUNS["chunked"], {"Reward": {"all": "reward", "none": "absent"}, "KL": {"k": "kl"}}, 2)
+    one, two = figure.axes
+    assert [line.get_label() for line in one.lines] == ["_all: each step", "all"] and len(two.lines) == 2
+    twin = plots.interactive(figure)
+    assert [t.showlegend for t in twin.data] == [False, True, False, True]
+    assert list(twin.data[2].y) == list(two.lines[0].get_ydata()) and twin.data[2].xaxis == "x2"
+
+
+def test_budget_heatmap_prints_every_ratio_and_bolds_what_exceeds_the_budget():
+    rows = [{"name": n, "column": c, "ratio": r} for n, c, r in (("a", "dH", 0.5), ("a", "dW", 1.0), ("b", "dH", 1.7))]
+    (ax,) = plots.budget_heatmap_figure([*rows, {"name": "b", "column": "dW", "ratio": 1.4}]).axes
+    assert [(t.get_text(), t.get_weight()) for t in ax.texts] == [
+        ("0.50", "normal"), ("1.00", "normal"), ("1.70", "bold"), ("1.40", "normal")
+    ]  # fmt: skip
