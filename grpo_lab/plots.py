@@ -11,7 +11,7 @@ import json
 
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 # Okabe and Ito, "Color Universal Design" (2008); their yellow is left out, too pale for lines on white.
 BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY = "#0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #666666".split()
@@ -184,6 +184,68 @@ def before_after_figure(pairs, title="Held-out problems", y_label="share answere
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0%}"))
     ax.grid(axis="x", visible=False)
     ax.legend(fontsize=8, frameon=False, loc="upper left")
+    return figure
+
+
+def bar_panels(title, x_labels, names):
+    """A figure with a panel of horizontal bars for each label; the panels share the names, top to bottom."""
+    figure = Figure(figsize=(8.2, 1.2 + 0.32 * len(names)), dpi=100, layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    panels = figure.subplots(1, len(x_labels), sharey=True)
+    for ax, label in zip(panels, x_labels):
+        ax.set_xlabel(label)
+        ax.margins(x=0.2)
+        ax.tick_params(axis="y", labelsize=8, length=0)
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.grid(color="#DDDDDD", linewidth=0.6, axis="x")
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    return figure, panels
+
+
+def group_figure(completions, rewards, advantages, changes, title="One step on a group"):
+    """Each completion's advantage beside the change of its log-prob: bars that should point the same way.
+
+    All four hold one entry per completion: text, reward (right above 0), advantage, change of the log-prob in nats.
+    """
+    texts = [text.replace("\n", " ") for text in completions]
+    names = [
+        f"{i}: {text if len(text) < 38 else text[:21] + ' … ' + text[-13:].lstrip()}" for i, text in enumerate(texts, 1)
+    ]
+    figure, panels = bar_panels(title, ("advantage", "change of the log-prob, nats"), names)
+    for ax, values in zip(panels, (advantages, changes)):
+        for kind, colour, hatch in (("right", BLUE, None), ("wrong", RED, "//")):
+            places = [i for i, reward in enumerate(rewards) if (reward > 0) == (kind == "right")]
+            chosen = [values[i] for i in places]
+            bars = ax.barh(places, chosen, 0.6, color=colour, hatch=hatch, edgecolor="white", label=kind)
+            ax.bar_label(bars, [f"{value:+.2f}" for value in chosen], fontsize=8, padding=2)
+        ax.axvline(0, color=GREY, linewidth=1)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, ncols=2, loc="upper right")
+    return figure
+
+
+def heads_figure(rows, title="Loss heads side by side"):
+    """Peak memory and time of each provider, one bar for a head that trains and one for a frozen head.
+
+    rows: as ``bench.bench`` gives them: provider, head ("trainable" or "frozen"), peak_mib and ms, both None where the
+    provider failed.
+    """
+    bars_of = {(r["provider"], r["head"]): r for r in rows}
+    providers = list(dict.fromkeys(r["provider"] for r in rows))
+    names = [name for provider in providers for name in (provider, "")]
+    figure, panels = bar_panels(title, ("peak memory beyond the inputs, MiB", "time, ms"), names)
+    for ax, key in zip(panels, ("peak_mib", "ms")):
+        for offset, head, colour, hatch in ((0, "trainable", BLUE, None), (1, "frozen", ORANGE, "//")):
+            places = [i for i, provider in enumerate(providers) if (provider, head) in bars_of]
+            values = [bars_of[providers[i], head][key] for i in places]
+            bars = ax.barh([2 * i + 0.9 * offset for i in places], [v or 0 for v in values], 0.84, color=colour,
+                           hatch=hatch, edgecolor="white", label=f"{head} head")  # fmt: skip
+            ax.bar_label(bars, [f"{v:,.0f}" if v else "failed" for v in values], fontsize=8, padding=2)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, ncols=2, loc="upper right")
     return figure
 
 

@@ -110,3 +110,24 @@ def test_budget_heatmap_prints_every_ratio_and_bolds_what_exceeds_the_budget():
     assert [(t.get_text(), t.get_weight()) for t in ax.texts] == [
         ("0.50", "normal"), ("1.00", "normal"), ("1.70", "bold"), ("1.40", "normal")
     ]  # fmt: skip
+
+
+def test_group_figure_tells_right_from_wrong_and_keeps_the_end_of_a_long_answer():
+    texts = ["Mia has 3 + 4 = 7 pens.\n#### 7", "Mia has 3 * 4 = 12 pens.\nMia has 12 - 2 = 10 pens.\n#### 10"]
+    left, right = plots.group_figure(texts, [1.0, 0.0], [0.7, -0.7], [0.25, -0.5]).axes
+    assert [bar.get_width() for bar in left.patches] == [0.7, -0.7]
+    assert [bar.get_width() for bar in right.patches] == [0.25, -0.5]
+    assert left.patches[0].get_facecolor() != left.patches[1].get_facecolor()
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == ["1: Mia has 3 + 4 = 7 pens. #### 7", "2: Mia has 3 * 4 = 12 pe … pens. #### 10"]
+
+
+def test_heads_figure_says_which_provider_failed():
+    rows = [
+        {"provider": p, "head": h, "peak_mib": m, "ms": t}
+        for p, h, m, t in (("naive", "trainable", 300, 9), ("naive", "frozen", 250, 7), ("Liger", "frozen", None, None))
+    ]
+    memory, time = plots.heads_figure(rows).axes
+    assert [bar.get_width() for bar in memory.patches] == [300, 250, 0]
+    assert [bar.get_width() for bar in time.patches] == [9, 7, 0]
+    assert [text.get_text() for text in time.texts] == ["9", "7", "failed"]
