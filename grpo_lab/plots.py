@@ -212,9 +212,8 @@ def group_figure(completions, rewards, advantages, changes, title="One step on a
     All four hold one entry per completion: text, reward (right above 0), advantage, change of the log-prob in nats.
     """
     texts = [text.replace("\n", " ") for text in completions]
-    names = [
-        f"{i}: {text if len(text) < 38 else text[:21] + ' … ' + text[-13:].lstrip()}" for i, text in enumerate(texts, 1)
-    ]
+    ends = [(text[:22].rsplit(" ", 1)[0], text[-13:].split(" ", 1)[-1]) for text in texts]
+    names = [f"{i}: {t if len(t) < 38 else ' … '.join(e)}" for i, (t, e) in enumerate(zip(texts, ends), 1)]
     figure, panels = bar_panels(title, ("advantage", "change of the log-prob, nats"), names)
     for ax, values in zip(panels, (advantages, changes)):
         for kind, colour, hatch in (("right", BLUE, None), ("wrong", RED, "//")):

@@ -119,7 +119,7 @@ def test_group_figure_tells_right_from_wrong_and_keeps_the_end_of_a_long_answer(
     assert [bar.get_width() for bar in right.patches] == [0.25, -0.5]
     assert left.patches[0].get_facecolor() != left.patches[1].get_facecolor()
     names = [label.get_text() for label in left.get_yticklabels()]
-    assert names == ["1: Mia has 3 + 4 = 7 pens. #### 7", "2: Mia has 3 * 4 = 12 pe … pens. #### 10"]
+    assert names == ["1: Mia has 3 + 4 = 7 pens. #### 7", "2: Mia has 3 * 4 = 12 … #### 10"]
 
 
 def test_heads_figure_says_which_provider_failed():
