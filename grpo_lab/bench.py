@@ -3,7 +3,8 @@
 Providers run interleaved on the same inputs after a warm-up; times are medians, peaks are incremental, and the bare
 GEMMs of the same shapes stand beside them as the floor. A provider that is missing or fails is a row that says so.
 
-    python -m grpo_lab.bench --out head.csv        # the recorded shapes on a GPU, small ones on a CPU
+    python -m grpo_lab.bench --out head.csv          # the head alone: recorded shapes on a GPU, a small one on a CPU
+    python -m grpo_lab.bench --step --out step.csv   # a whole training step of a Qwen3-0.6B shape, random weights
 """
 
 import argparse
@@ -66,7 +67,7 @@ def make_inputs(shape: Shape, device, seed=0) -> dict:
 
 
 def ours(impl, **options) -> Callable:
-    return lambda **x: grpo_loss(**x, impl=impl, **options)[0]
+    return lambda *args, **named: grpo_loss(*args, **named, impl=impl, **options)[0]
 
 
 def trl_fused(hidden, weight, token_ids, mask, advantages):
@@ -134,21 +135,80 @@ def bench(shape: Shape, trainable: bool, device, providers=None, repeats=7, seed
     for name, fn in providers.items():
         row = rows[name] = dict(provider=name, ms=None, peak_mib=None, grad_error=None, note="")
         try:
-            _milliseconds(fn, x, device)  # compiles and warms up
+            _elapsed(lambda fn=fn: _run(fn, x), device)  # compiles and warms up
+            x["hidden"].grad = x["weight"].grad = None  # or the peak would be counted from the last pass's gradients
             row["peak_mib"] = measure_peak(lambda fn=fn: _run(fn, x), device)[1] / 2**20
             grad = x["hidden"].grad
             row["grad_error"] = None if grad is None else ((grad.double() - exact).norm() / exact.norm()).item()
             alive.append((name, fn, []))
         except Exception as error:  # noqa: BLE001  a provider that fails is a row, and the others go on
-            row["note"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
+            row["note"] = _first_line(error)
         x["hidden"].grad = x["weight"].grad = None
         gc.collect()
     for _ in range(repeats):
         for name, fn, times in alive:
             if len(times) < 2 or times[-1] < 500:  # of a pass this slow, two say enough
-                times.append(_milliseconds(fn, x, device))
+                times.append(_elapsed(lambda fn=fn: _run(fn, x), device))
                 rows[name]["ms"] = statistics.median(times)
     return [{"head": "trainable" if trainable else "frozen", **vars(shape), **row} for row in rows.values()]
+
+
+def no_head(hidden, weight, token_ids, mask, advantages):
+    """Nothing in the head's place: what the rest of a training step takes."""
+    return hidden.float().mean()
+
+
+def bench_step(dtype: str, device, batch=64, prompt=128, completion=512, small=False, repeats=3, seed=0) -> list[dict]:
+    """One row per provider for a whole step: backbone with gradient checkpointing, head, backward, AdamW, tied head.
+
+    ms is the median step, peak_mib the device's peak (weights, gradients and optimiser included)."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    size = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128)
+    size |= dict(num_key_value_heads=8, vocab_size=151_936, max_position_embeddings=40_960)
+    if small:
+        size |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+        size |= dict(num_key_value_heads=2, vocab_size=4_096)
+    rows = []
+    for name, fn in {"no head": no_head, **{k: PROVIDERS[k] for k in ("naive", "TRL", "chunked")}}.items():
+        row = dict(provider=name, ms=None, peak_mib=None, note="")
+        model = optimiser = None
+        try:
+            torch.manual_seed(seed)
+            with torch.device(device):
+                model = (
+                    Qwen3ForCausalLM(Qwen3Config(**size, tie_word_embeddings=True)).to(getattr(torch, dtype)).train()
+                )
+                ids = torch.randint(model.config.vocab_size, (batch, prompt + completion))
+                advantages = torch.randn(batch)
+            model.gradient_checkpointing_enable()
+            optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6)
+            mask = torch.zeros_like(ids)
+            mask[:, prompt - 1 : -1] = 1
+
+            def step(model=model, optimiser=optimiser, ids=ids, mask=mask, advantages=advantages, fn=fn):
+                hidden = model.model(ids, use_cache=False).last_hidden_state
+                fn(hidden, model.lm_head.weight, ids.roll(-1, 1), mask, advantages).backward()
+                optimiser.step()
+                optimiser.zero_grad(set_to_none=True)
+
+            step()
+            if device.type == "cuda":
+                base = torch.cuda.memory_allocated(device)
+                row["peak_mib"] = (base + measure_peak(step, device)[1]) / 2**20
+            row["ms"] = statistics.median(_elapsed(step, device) for _ in range(repeats))
+        except Exception as error:  # noqa: BLE001
+            row["note"] = _first_line(error)
+        rows.append(dict(dtype=dtype, batch=batch, prompt=prompt, completion=completion) | row)
+        del model, optimiser
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _first_line(error):
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:120]}"
 
 
 def _exact_gradient(x):
@@ -167,15 +227,16 @@ def _run(fn, x):
         loss.backward()
 
 
-def _milliseconds(fn, x, device):
+def _elapsed(fn, device):
+    """Milliseconds of ``fn()``."""
     if device.type != "cuda":
         start = time.perf_counter()
-        _run(fn, x)
+        fn()
         return (time.perf_counter() - start) * 1e3
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     start.record()
-    _run(fn, x)
+    fn()
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end)
@@ -184,6 +245,7 @@ def _milliseconds(fn, x, device):
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m grpo_lab.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--step", action="store_true", help="whole training steps instead of the head alone")
     parser.add_argument("--repeats", type=int, default=7)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
@@ -192,18 +254,28 @@ def main(argv=None):
     where = {"device": about["gpu"][0] if about["gpu"] else f"{about['cpu']}, {torch.get_num_threads()} threads"}
     where |= {name: about["packages"].get(name) for name in ("torch", "triton", "trl", "liger-kernel")}
     where |= {"commit": about["commit"], "time": about["time"], "command": f"python -m grpo_lab.bench {' '.join(argv)}"}
+    on_gpu = device.type == "cuda"
+    if args.step:
+        sizes = {} if on_gpu else dict(batch=4, prompt=8, completion=24, small=True)
+        tables = ((f"step, {d}", bench_step(d, device, **sizes)) for d in ("bfloat16", "float32"))
+    else:
+        tables = (
+            (
+                f"{shape}, {'trainable' if trainable else 'frozen'} head",
+                bench(shape, trainable, device, repeats=args.repeats),
+            )
+            for shape in (RECORDED if on_gpu else SMALL)
+            for trainable in (True, False)
+        )
     rows = []
-    for shape in RECORDED if device.type == "cuda" else SMALL:
-        for trainable in (True, False):
-            print(f"{shape}, {'trainable' if trainable else 'frozen'} head")
-            for row in bench(shape, trainable, device, repeats=args.repeats):
-                rows.append(row)
-                number = lambda v, f: "-" if v is None else format(v, f)  # noqa: E731
-                print(
-                    f"  {row['provider']:20} {number(row['ms'], '9.1f')} ms {number(row['peak_mib'], '9,.0f')} MiB   "
-                    f"dH error {number(row['grad_error'], '.1e')}  {row['note']}",
-                    flush=True,
-                )
+    for title, table in tables:
+        print(title)
+        for row in table:
+            ms, peak, error = (row.get(k) for k in ("ms", "peak_mib", "grad_error"))
+            ms, peak = "-" if ms is None else f"{ms:,.1f}", "-" if peak is None else f"{peak:,.0f}"
+            error = "" if error is None else f"dH error {error:.1e}"
+            print(f"  {row['provider']:20} {ms:>9} ms {peak:>9} MiB  {error}  {row['note']}", flush=True)
+        rows += table
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("w", newline="") as file:

@@ -105,12 +105,16 @@ def _relative(x, expected):
 def _trl_loss(trainer, inputs, hidden, head):
     """TRL's ``_compute_loss``, kernels and all, on these hidden states; the metrics that it logs are discarded."""
 
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
+
     def model(labels, **_):
         mask = labels[:, 1:] != -100
-        log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
-            hidden[:, :-1][mask], head.weight, head.bias, labels[:, 1:][mask], trainer.temperature, 32768,
-            head.softcap, head.logit_scale, ("log_probs", "entropy"),
-        )  # fmt: skip
+        with torch.autocast(device, enabled=autocast):  # TRL calls its model under the accelerator's
+            log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
+                hidden[:, :-1][mask], head.weight, head.bias, labels[:, 1:][mask], trainer.temperature, 32768,
+                head.softcap, head.logit_scale, ("log_probs", "entropy"),
+            )  # fmt: skip
         spread = [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy)]
         return ModelOutput(log_probs=spread[0], entropy=spread[1], aux_loss=hidden.new_zeros(()))
 

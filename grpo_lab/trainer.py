@@ -73,6 +73,8 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self):
+        if self.bf16 is None and not self.fp16 and not torch.accelerator.is_available():
+            self.bf16 = False  # TRL would ask for bf16, which transformers refuses where there is no GPU
         super().__post_init__()
         if self.loss_impl not in LOSS_IMPLS:
             raise ValueError(f"loss_impl={self.loss_impl!r}: expected one of {', '.join(LOSS_IMPLS)}")
@@ -81,6 +83,8 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ValueError(f"use_liger_loss={self.use_liger_loss} contradicts loss_impl='trl': set one of them")
             self.loss_impl = "chunked" if self.use_liger_loss else "naive"
         if self.chunk_tokens != "auto":
+            if not str(self.chunk_tokens).isdecimal() or int(self.chunk_tokens) < 1:
+                raise ValueError(f"chunk_tokens={self.chunk_tokens!r}: expected 'auto' or a whole number of 1 or more")
             self.chunk_tokens = int(self.chunk_tokens)  # a command line gives text
         if self.use_adaptive_entropy and self.loss_impl != "trl":
             raise ValueError(

@@ -37,8 +37,9 @@ def random_inputs(B=5, T=9, H=16, V=37, dtype=torch.float64, device="cpu", scale
     return x
 
 
-def loss_and_grads(x, dtype=None, frozen_head=False, loss_fn=grpo_loss, **options):
-    """``(loss, {leaf: gradient}, stats or metrics)`` of the inputs, cast to dtype where one is given."""
+def loss_and_grads(x, dtype=None, frozen_head=False, loss_fn=grpo_loss, grad_scale=1.0, **options):
+    """``(loss, {leaf: gradient}, stats or metrics)`` of the inputs, cast to dtype where one is given. ``grad_scale``
+    multiplies the gradients, as GradScaler does for fp16."""
     x = dict(x)
     leaves = [k for k in ("hidden", "weight", "bias") if k in x]
     for k in leaves:
@@ -46,7 +47,7 @@ def loss_and_grads(x, dtype=None, frozen_head=False, loss_fn=grpo_loss, **option
         x[k].requires_grad_(not (frozen_head and k != "hidden"))
     args = [x.pop(k) for k in ("hidden", "weight", "token_ids", "mask", "advantages")]
     loss, stats = loss_fn(*args, **x, **options)
-    loss.backward()
+    (loss * grad_scale).backward()
     return loss.detach(), {k: v.grad for k, v in zip(("hidden", "weight"), args)} | (
         {"bias": x["bias"].grad} if "bias" in x else {}
     ), stats  # fmt: skip

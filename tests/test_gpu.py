@@ -11,6 +11,11 @@ from grpo_lab import Objective, grpo_loss, token_logps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+GRAD_SCALE = {
+    torch.bfloat16: 1.0,
+    torch.float32: 1.0,
+    torch.float16: 2.0**16,
+}  # GradScaler's: fp16 has no room for 1 / N
 
 
 def long_inputs(B, T, H, V, dtype, share=0.6):
@@ -36,9 +41,10 @@ def test_errors_stay_within_eager_pytorch_s(B, T, V, H, dtype, seed):
     x = long_inputs(B, T, H, V, dtype)
     objective = Objective(loss_type="grpo", beta=0.05, temperature=0.9)
     x["ref_logps"] = torch.full((B, T), -11.0, device="cuda")
-    _, expected, expected_stats = exact(x, objective=objective)
-    _, eager, eager_stats = loss_and_grads(x, impl="naive", objective=objective)
-    _, ours, stats = loss_and_grads(x, impl="chunked", objective=objective)
+    options = dict(objective=objective, grad_scale=GRAD_SCALE[dtype])
+    _, expected, expected_stats = exact(x, **options)
+    _, eager, eager_stats = loss_and_grads(x, impl="naive", **options)
+    _, ours, stats = loss_and_grads(x, impl="chunked", **options)
     line = f"B {B} T {T} V {V} H {H} {dtype}:"
     for name in ours:
         got, allowed = relative(ours[name], expected[name]), relative(eager[name], expected[name])
@@ -55,8 +61,8 @@ def test_errors_stay_within_eager_pytorch_s(B, T, V, H, dtype, seed):
 def test_long_batches(B, T, share, H, V, dtype, seed):
     x = long_inputs(B, T, H, V, dtype, share)
     limit = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 5e-6}[dtype]
-    loss, expected, stats = exact(x)
-    _, ours, got = loss_and_grads(x)
+    _, expected, stats = exact(x, grad_scale=GRAD_SCALE[dtype])
+    _, ours, got = loss_and_grads(x, grad_scale=GRAD_SCALE[dtype])
     errors = {name: relative(ours[name], expected[name]) for name in ours}
     print(f"N {int(x['mask'].sum())} H {H} V {V} {dtype}:", {k: f"{v:.1e}" for k, v in errors.items()})
     assert all(e < limit for e in errors.values()), errors
@@ -127,3 +133,32 @@ def test_no_device_sync_inside_the_chunk_loop(seed):
     finally:
         chunked.Sweep.__call__ = run
     assert calls and min(calls) > 4
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "naive"])
+def test_trainer_with_a_real_head(loss_impl, tmp_path):
+    import transformers
+    from test_trainer import PROMPTS, SIZE, WORDS, Tokenizer, models, pre_tokenizers
+
+    from grpo_lab import GRPOConfig, GRPOTrainer
+
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    torch.manual_seed(0)
+    size = SIZE | dict(vocab_size=151_936, hidden_size=1024, intermediate_size=1024)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**size, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "model")  # beta != 0 loads it again as the reference
+
+    config = GRPOConfig(
+        str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=64, max_steps=3,
+        num_iterations=2, beta=0.05, logging_steps=1, report_to=[], save_strategy="no", loss_impl=loss_impl,
+    )  # fmt: skip
+    odd = lambda completion_ids, **_: [float(ids[0] % 2) for ids in completion_ids]  # noqa: E731
+    trainer = GRPOTrainer(str(tmp_path / "model"), odd, config, train_dataset=PROMPTS, processing_class=tokenizer)
+    trainer.train()
+    print([(c["case"], c["against"], c["dtype"], c["errors"]) for c in trainer.receipt["checks"]])
+    assert trainer.receipt["passed"]
+    assert all(0 < row["grad_norm"] < 100 for row in trainer.state.log_history if "grad_norm" in row)

@@ -1,0 +1,362 @@
+"""The trainer against TRL's own, through whole training runs of a tiny random model; the receipt; refusals by name."""
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from grpo_lab import GRPOConfig, GRPOTrainer, Objective, receipt
+from grpo_lab.head import read_head
+
+WORDS = ["<pad>", "<eos>", "<unk>"] + [f"w{i}" for i in range(40)]
+SIZE = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=256, eos_token_id=1, pad_token_id=0)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random Qwen3 with its tokenizer, saved as a user would have it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZE, tie_word_embeddings=True)).save_pretrained(folder)
+    return folder
+
+
+PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i * 7 % 40} w3" if i % 2 else f"w{i}" for i in range(40)]})
+
+
+def distinct_words(completions, **_):
+    return [float(len(set(c.split())) % 5) for c in completions]
+
+
+def trainer(model, tmp_path, steps=3, config=GRPOConfig, cls=GRPOTrainer, reward=distinct_words, more=None, **options):
+    settings = dict(
+        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=12,
+        max_steps=steps, logging_steps=1, learning_rate=1e-3, report_to=[], save_strategy="no", use_cpu=True,
+        bf16=False, gradient_checkpointing=False, disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    return cls(str(model) if not isinstance(model, torch.nn.Module) else model, reward, config(**(settings | options)),
+               train_dataset=PROMPTS, **(more or {}))  # fmt: skip
+
+
+def trained(*args, **kwargs):
+    t = trainer(*args, **kwargs)
+    t.train()
+    return t
+
+
+def logged(t):
+    rows = [row for row in t.state.log_history if "loss" in row or "eval_loss" in row]
+    timing = ("time", "runtime", "per_second", "flos")
+    return [{k: v for k, v in row.items() if not any(word in k for word in timing)} for row in rows]
+
+
+def assert_same_training(t, reference, tolerance=2e-5):
+    for row, expected in zip(logged(t), logged(reference), strict=True):
+        assert row == pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True)
+    for (name, p), q in zip(t.model.named_parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-5, msg=name)
+
+
+OPTIONS = {
+    "dapo": {},
+    "grpo-kl": dict(loss_type="grpo", beta=0.1, num_iterations=2, gradient_accumulation_steps=2),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", num_iterations=2, epsilon=1e-3),
+    "cispo-masks": dict(loss_type="cispo", epsilon_high=5.0, top_entropy_quantile=0.5, entropy_coef=0.01),
+    "vespo-window": dict(loss_type="vespo", temperature=0.8, steps_per_generation=4, gradient_accumulation_steps=2),
+    "luspo-truncated": dict(loss_type="luspo", importance_sampling_level="sequence", mask_truncated_completions=True),
+    "sapo-off-policy": dict(loss_type="sapo", off_policy_mask_threshold=1e-5, num_iterations=3),
+    "dr_grpo-delta": dict(loss_type="dr_grpo", delta=1.001, epsilon=1e-4, num_iterations=2),
+    "bnpo-eval": dict(loss_type="bnpo", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_training_is_trl_s_own(tiny, tmp_path, options):
+    more = {"eval_dataset": PROMPTS.select(range(4))} if "eval_strategy" in options else {}
+    reference = trained(tiny, tmp_path, config=trl.GRPOConfig, cls=trl.GRPOTrainer, more=more, **options)
+    assert any(abs(row["grad_norm"]) > 1e-3 for row in logged(reference) if "grad_norm" in row)
+    for impl in ("naive", "chunked", "trl"):
+        t = trained(tiny, tmp_path, loss_impl=impl, more=more, **options)
+        assert_same_training(t, reference)
+        assert (t.receipt is None) == (impl == "trl")
+
+
+def test_mixture_of_experts_with_its_auxiliary_loss(tiny, tmp_path):
+    config = transformers.Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+
+    def model():
+        torch.manual_seed(0)
+        return transformers.Qwen3MoeForCausalLM(config)
+
+    more = {"processing_class": tokenizer}
+    reference = trained(model(), tmp_path, config=trl.GRPOConfig, cls=trl.GRPOTrainer, more=more)
+    assert all("aux_loss" in row for row in logged(reference))
+    assert_same_training(trained(model(), tmp_path, more=more), reference)
+
+
+@pytest.mark.parametrize("modules", [{}, {"modules_to_save": ["lm_head"]}], ids=["frozen-head", "trained-head"])
+def test_peft(tiny, tmp_path, modules):
+    from peft import LoraConfig
+
+    def more():
+        return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **modules)}
+
+    options = dict(beta=0.1, num_iterations=2)  # the disabled adapter is the reference model
+    reference = trained(tiny, tmp_path, config=trl.GRPOConfig, cls=trl.GRPOTrainer, more=more(), **options)
+    assert_same_training(trained(tiny, tmp_path, more=more(), **options), reference)
+
+
+def test_an_adapter_on_the_head_is_refused(tiny, tmp_path):
+    from peft import LoraConfig
+
+    with pytest.raises(ValueError, match="lm_head"):
+        trainer(tiny, tmp_path, more={"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])})
+
+
+def test_bf16_autocast_and_fp32_head(tiny, tmp_path):
+    untied = transformers.Qwen3Config(**SIZE, tie_word_embeddings=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    for options in (dict(bf16=True), dict(cast_lm_head_to_fp32=True, bf16=True)):
+        torch.manual_seed(0)
+        model = transformers.Qwen3ForCausalLM(untied)
+        t = trained(model, tmp_path, more={"processing_class": tokenizer}, **options)
+        assert t.receipt["passed"]
+        dtypes = {check["case"]: check["dtype"] for check in t.receipt["checks"]}
+        as_trained = "float32" if "cast_lm_head_to_fp32" in options else "bfloat16"
+        assert dtypes == {"as trained": as_trained, "off-policy": "float32"}
+
+
+SCRIPT = """
+from datasets import load_dataset
+from grpo_lab import GRPOConfig, GRPOTrainer
+
+train_dataset = load_dataset("json", data_files="prompts.jsonl", split="train")
+training_args = GRPOConfig(output_dir="out", use_liger_loss=True, max_steps=2, max_completion_length=16)
+
+
+def reward_len(completions, **kwargs):
+    return [-abs(20 - len(completion)) for completion in completions]
+
+
+trainer = GRPOTrainer(
+    model="MODEL",
+    reward_funcs=reward_len,
+    args=training_args,
+    train_dataset=train_dataset,
+)
+trainer.train()
+"""
+
+
+def test_the_published_script_runs_with_its_import_line_changed(tiny, tmp_path):
+    PROMPTS.to_json(tmp_path / "prompts.jsonl")
+    (tmp_path / "train.py").write_text(SCRIPT.replace("MODEL", str(tiny)))
+    run = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads((tmp_path / "out" / "receipt.json").read_text())["passed"]
+    assert "'train_loss'" in run.stdout
+
+
+def test_receipt_of_a_right_loss(tiny, tmp_path):
+    t = trained(tiny, tmp_path, steps=1, loss_type="grpo", beta=0.05)
+    assert t.receipt["passed"] and t.receipt["step"] == 1 and t.receipt["loss_impl"] == "chunked"
+    cases = {(check["case"], check["against"]) for check in t.receipt["checks"]}
+    assert cases == {(case, ref) for case in ("as trained", "off-policy") for ref in ("naive", "trl")}
+    assert all(set(check["errors"]) == {"loss", "d_hidden", "d_weight"} for check in t.receipt["checks"])
+    assert json.loads((tmp_path / "receipt.json").read_text()) == t.receipt
+    for key in ("entropy", "clip_ratio/low_mean"):
+        assert key in logged(t)[0], "the comparison's own metrics must not be logged"
+
+
+def wrong(field):
+    """A fault in the objective or its inputs that ``Objective.loss`` would not show by itself."""
+    original = Objective.loss
+
+    def loss(self, logps, entropy, tokens):
+        import dataclasses
+
+        change = {field: None} if field in ("old_logps",) else {field: getattr(tokens, field) * 1.1}
+        return original(self, logps, entropy, dataclasses.replace(tokens, **change))
+
+    return loss
+
+
+@pytest.mark.parametrize("field", ["old_logps", "advantages", "weight"])
+def test_a_wrong_objective_stops_the_run(tiny, tmp_path, monkeypatch, field):
+    t = trainer(tiny, tmp_path)
+    before = [p.clone() for p in t.model.parameters()]
+    monkeypatch.setattr(Objective, "loss", wrong(field))
+    with pytest.raises(receipt.ReceiptError, match="does not agree with trl"):
+        t.train()
+    assert all(torch.equal(p, q) for p, q in zip(before, t.model.parameters(), strict=True)), "nothing was trained"
+    assert not json.loads((tmp_path / "receipt.json").read_text())["passed"]
+
+
+def test_a_wrong_kernel_stops_the_run(tiny, tmp_path, monkeypatch):
+    from grpo_lab import chunked
+
+    def one_row_wrong(z, out, *args, **kwargs):
+        kernel(z, out, *args, **kwargs)
+        out[0] *= 1.5
+
+    kernel = chunked.logits_grad
+    monkeypatch.setattr(chunked, "logits_grad", one_row_wrong)
+    with pytest.raises(receipt.ReceiptError, match="does not agree with naive"):
+        trained(tiny, tmp_path)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo"])
+def test_skipped_sequences_change_no_gradient(tiny, tmp_path, loss_type):
+    def often_equal(completions, **_):  # whole groups of zero advantage
+        return [float("w7" in c or "w8" in c) for c in completions]
+
+    options = dict(loss_type=loss_type, reward=often_equal, gradient_accumulation_steps=2, max_grad_norm=1e9)
+    whole = trained(tiny, tmp_path, **options)
+    skipping = trained(tiny, tmp_path, skip_zero_advantage=True, **options)
+    shares = [row["skipped_zero_advantage"] for row in logged(skipping)]
+    assert any(0 < share < 1 for share in shares), shares
+    for row, expected in zip(logged(skipping), logged(whole), strict=True):
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert row["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    for p, q in zip(skipping.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_all_advantages_zero_is_a_step_of_no_gradient(tiny, tmp_path):
+    for skip in (False, True):
+        t = trained(tiny, tmp_path, reward=lambda completions, **_: [1.0] * len(completions), skip_zero_advantage=skip)
+        assert [row["grad_norm"] for row in logged(t)] == [0, 0, 0]
+        assert [row["loss"] for row in logged(t)] == [0, 0, 0]
+
+
+def test_a_loss_that_is_not_finite_names_the_step(tiny, tmp_path, monkeypatch, caplog):
+    t = trainer(tiny, tmp_path, verify_first_batch=False, steps=2)
+    loss = t.head_loss
+
+    def nan_in_step_two(hidden, *args):
+        return loss(hidden * torch.nan if t.state.global_step == 1 else hidden, *args)
+
+    monkeypatch.setattr(t, "head_loss", nan_in_step_two)
+    transformers.utils.logging.enable_propagation()
+    t.train()
+    assert [r.message for r in caplog.records if "the loss is nan" in r.message and "step 2" in r.message]
+
+
+def test_old_log_probs_make_the_first_ratio_exactly_one(tiny, tmp_path, monkeypatch):
+    t = trainer(tiny, tmp_path, num_iterations=2, steps=1, verify_first_batch=False)
+    seen = []
+    loss = t.head_loss
+
+    def watched(hidden, head, inputs, impl):
+        value, stats = loss(hidden, head, inputs, impl)
+        T = inputs["completion_ids"].shape[1]
+        seen.append((stats.logps[:, -T - 1 : -1], inputs["old_per_token_logps"] * inputs["completion_mask"]))
+        return value, stats
+
+    monkeypatch.setattr(t, "head_loss", watched)
+    t.train()
+    assert torch.equal(*seen[0])
+
+
+def test_flags_of_2025(tmp_path):
+    assert GRPOConfig(str(tmp_path)).loss_impl == "chunked"
+    assert GRPOConfig(str(tmp_path), use_liger_loss=True).loss_impl == "chunked"
+    assert GRPOConfig(str(tmp_path), use_liger_loss=False).loss_impl == "naive"
+    assert GRPOConfig(str(tmp_path), chunk_tokens="512").chunk_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(loss_impl="fast"), "loss_impl='fast'"),
+        (dict(loss_impl="trl", use_liger_loss=True), "use_liger_loss=True contradicts"),
+        (dict(use_adaptive_entropy=True), "use_adaptive_entropy=True"),
+        (dict(chunk_tokens="many"), "chunk_tokens='many'"),
+        (dict(chunk_tokens=0), "chunk_tokens=0"),
+    ],
+)
+def test_options_that_cannot_be_honoured(tmp_path, options, message):
+    with pytest.raises(ValueError) as error:
+        GRPOConfig(str(tmp_path), **options)
+    assert message in str(error.value)
+
+
+def test_objectives_are_checked_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="loss_type='gpro'"):
+        trainer("no-such-model", tmp_path, loss_type="gpro")
+    with pytest.raises(ValueError, match="import GRPOConfig from grpo_lab"):
+        trainer("no-such-model", tmp_path, config=trl.GRPOConfig)
+
+
+def test_other_versions_of_trl_are_refused_by_name():
+    code = "import trl; trl.__version__ = '1.15.2'; import grpo_lab; grpo_lab.GRPOTrainer"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "trl 1.15.2 is installed" in run.stderr and "pip install 'trl==1.16.*'" in run.stderr
+
+
+FAMILIES = {
+    "Llama": {},
+    "Qwen3": dict(tie_word_embeddings=True),
+    "Gemma2": dict(final_logit_softcapping=2.0, sliding_window=64, query_pre_attn_scalar=8),
+    "Granite": dict(logits_scaling=3.0, embedding_multiplier=2.0),
+    "Cohere": dict(logit_scale=0.25),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_that_is_read_makes_the_model_s_own_logits(family, seed):
+    size = {k: v for k, v in SIZE.items() if k != "head_dim" or family in ("Qwen3", "Gemma2")}
+    config = getattr(transformers, f"{family}Config")(**(size | FAMILIES[family]))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    ids = torch.randint(3, 40, (2, 7))
+    with torch.no_grad():
+        expected = model(ids).logits
+        head = read_head(model)
+        z = model.base_model(ids).last_hidden_state @ head.weight.T * head.logit_scale
+    z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_heads_that_cannot_be_read_are_named():
+    def model(head):
+        return SimpleNamespace(get_output_embeddings=lambda: head)
+
+    class Linear4bit(torch.nn.Linear):
+        pass
+
+    quantised = Linear4bit(4, 8)
+    quantised.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match="quantised"):
+        read_head(model(quantised))
+    adapted = torch.nn.Linear(4, 8)
+    adapted.lora_A = torch.nn.Linear(4, 2)
+    with pytest.raises(ValueError, match="supported: a plain or FSDP2 nn.Linear"):
+        read_head(model(adapted))
+    sharded = torch.nn.Linear(4, 8)
+    sharded.weight = torch.nn.Parameter(torch.empty(0))
+    sharded.weight.ds_id = 0
+    with pytest.raises(ValueError, match="ZeRO-3"):
+        read_head(model(sharded))
+    with pytest.raises(ValueError, match="no output embeddings"):
+        read_head(model(None))
+
+
+def test_metrics_are_finite_or_missing(tiny, tmp_path):
+    t = trained(tiny, tmp_path, mask_truncated_completions=True, max_completion_length=1)  # nothing is scored
+    for row in logged(t):
+        assert row["loss"] == 0 and math.isfinite(row["entropy"])
