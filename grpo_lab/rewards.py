@@ -3,7 +3,7 @@ r"""Verifiable rewards in TRL's signature: ``f(completions, **columns) -> list[f
 Every reward takes plain strings or chat messages and returns ``None`` where it does not apply (TRL then leaves it out).
 Numbers are compared exactly, as fractions; math-verify decides formulas (radicals, sets, intervals, equations), inside
 bounds that hold in any thread, because its own timeouts are signals and fail outside the main one. Nothing is
-evaluated as code, and hostile text costs linear time. Left out: word answers and multiple choice.
+evaluated as code, and hostile text costs linear time. Left out: word answers, equations beyond polynomials.
 Run: ``GRPOTrainer(..., reward_funcs=[accuracy_reward, gsm8k_format_reward])``; the data set's column is ``answer``.
 
 The rules, where public verifiers disagree:
@@ -24,6 +24,7 @@ import threading
 import warnings
 from fractions import Fraction
 from functools import lru_cache, partial
+from inspect import CO_GENERATOR
 from itertools import accumulate, count
 from math import prod
 
@@ -65,23 +66,19 @@ _GSM8K_LINE = re.compile(rf"^[ \t]*+####[ \t]*+[-+]?\$?{_INT}(?:\.[0-9]{{1,40}})
 _COMMA = re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed)\s?\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{\s?(-?[0-9,]+)\s?\}\s?\{\s?([0-9,]+)\s?\}|([0-9])\s?([0-9]))")
-_LATEX = {"times": "×", "cdot": "·", "div": "÷", "circ": "°", "degree": "°", "%": "%"}
-_LATEX |= dict.fromkeys(["left", "right", "quad", "$", ";", ":", ",", "!", " ", "(", ")", "[", "]"], " ")
-_LATEX_NAME = re.compile(r"\\(times|cdot|div|circ|degree|left|right|quad|[%$;:,! ()\[\]])(?![a-z])")
+_LATEX = {"times": "×", "cdot": "·", "div": "÷", "circ": "°", "degree": "°", "%": "%"}  # every other name: a space
+_LATEX_NAME = re.compile(r"\\((?:times|cdot|div|circ|degree|left|right|quad)(?![a-z])|[%$;:,! ()\[\]])")
 _SYMBOLS = str.maketrans("−–$€£¥₹~`", "--       ")
 
 # What math-verify gets to see: nothing in here can make an integer explode.
 _FORMULA = re.compile(r"[0-9A-Za-z\s+\-*/^_=<>|.,;:(){}\[\]\\%$&]+")
 _RELATIONS = frozenset("le leq ge geq lt gt ne neq".split())
 _FUNCTIONS = frozenset("ln log sin cos tan".split())
-_COMMANDS = (
-    _RELATIONS
-    | _FUNCTIONS
-    | frozenset(
-        "frac dfrac tfrac sqrt pi cdot times div pm mp left right text mathrm mathbf infty cup cap in alpha beta gamma"
-        " theta lambda mu phi omega circ degree quad begin end".split()
-    )
+_OTHERS = (
+    "frac dfrac tfrac sqrt pi cdot times div pm mp left right text mathrm mathbf infty cup cap in alpha beta gamma"
 )
+_OTHERS += " theta lambda mu phi omega circ degree quad begin end"
+_COMMANDS = _RELATIONS | _FUNCTIONS | frozenset(_OTHERS.split())
 _POWER = re.compile(  # one small exponent, and no tower
     r"\^(?:\{-?(?:[0-9]{1,3}|[a-z]|[0-9]?[a-z][+-][0-9]|[0-9]{1,2}/[0-9]{1,2}|\\frac\{[0-9]{1,2}\}\{[0-9]{1,2}\}|\\circ)\}"
     r"|[0-9]{1,3}(?![0-9])|[a-z]|\\circ)(?![\s{}]*\^)"
@@ -235,7 +232,8 @@ def _boxed_answer(tail):
     for brace in re.finditer(r"\\.|[{}]", tail, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0 and brace[0] == "}":
-            return tail[start.end() : brace.start()].strip() or None
+            content = tail[start.end() : brace.start()].strip()
+            return content if 0 < len(content) <= MAX_ANSWER else None
     return None
 
 
@@ -244,7 +242,7 @@ def _plain(text):
     text = _COMMA.sub(",", text).translate(_SYMBOLS)
     for _ in range(3):  # nested wrappers
         text = _WRAPPER.sub(r" \1 ", text)
-    text = _LATEX_NAME.sub(lambda name: _LATEX[name[1]], _FRACTION.sub(r" \1\3/\2\4 ", text))
+    text = _LATEX_NAME.sub(lambda name: _LATEX.get(name[1], " "), _FRACTION.sub(r" \1\3/\2\4 ", text))
     return re.sub(r"^(?:\*\*|\s)+", "", " ".join(text.split()))
 
 
@@ -287,19 +285,23 @@ def _formula(text):
     if not _is_harmless(text):
         return ()
     parse, _, undefined = _math_verify()
-    found = _within_budget(parse, rf"\boxed{{{text}}}") or ()
-    return tuple(one for one in found if not one.has(*undefined))
+    found = _within_budget(lambda: [one for one in parse(rf"\boxed{{{text}}}") if not one.has(*undefined)])
+    return tuple(found or ())
 
 
 @lru_cache(maxsize=4096)
 def _same_formula(gold, pred):
-    ours, theirs = _formula(gold), _formula(pred)
-    if not (ours and theirs and _within_budget(_math_verify()[1], list(ours), list(theirs))):
+    ours, theirs = list(_formula(gold)), list(_formula(pred))
+    return bool(ours and theirs and _within_budget(_verified, ours, theirs))
+
+
+def _verified(ours, theirs):
+    if not _math_verify()[1](ours, theirs):
         return False
-    if ours[0] == theirs[0] or not (ours[0].is_number and theirs[0].is_number):
+    if ours[0] == theirs[0] or not all(getattr(one, "is_number", False) for one in (ours[0], theirs[0])):
         return True
     # math-verify takes two tiny numbers as equal whatever they are: constants must agree relatively as well
-    return bool(_within_budget(lambda: abs((ours[0] - theirs[0]).evalf()) <= 1e-6 * abs(ours[0].evalf())))
+    return abs((ours[0] - theirs[0]).evalf()) <= 1e-6 * abs(ours[0].evalf())
 
 
 def _is_harmless(text):
@@ -313,8 +315,8 @@ def _is_harmless(text):
     if _COSTLY.search(bare) or not commands <= _COMMANDS or len(powers) != text.count("^") or max(depth, default=0) > 6:
         return False
     growth = prod(max(1, int(digits)) for power in powers for digits in re.findall("[0-9]+", power))
-    if commands & _RELATIONS or re.search("[=<>]", text):  # these get solved: log(x) < 999 would ask for e^999
-        return growth <= 20 and not commands & _FUNCTIONS
+    if commands & _RELATIONS or re.search("[=<>]", text):  # these get solved, and log(x) < 999 would ask for e^999
+        return growth <= 20 and not commands & _FUNCTIONS and not re.search("[a-z]", "".join(powers))
     return growth <= 1000
 
 
@@ -340,7 +342,8 @@ def _within_budget(work, *args):
     calls = count()
 
     def spend(frame, event, arg):
-        if next(calls) > MAX_CALLS:
+        # raised in a generator that is being thrown away, it would be ignored, and the hook lost
+        if next(calls) > MAX_CALLS and not frame.f_code.co_flags & CO_GENERATOR:
             raise _OverBudget
 
     hook = sys.getprofile() is None  # somebody who is profiling keeps theirs, and watches the clock

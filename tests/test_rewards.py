@@ -123,6 +123,8 @@ RIGHT = [
     (r"\boxed{5 \text{ cm}^2}", "5"),
     (r"\boxed{72\text{ clips}}", "72"),
     (r"\boxed{90^\circ}", "90"),
+    (r"\boxed{5\,km}", "5"),
+    (r"\boxed{5\ \text{km}}", "5"),
     ("#### 5", "5 apples"),
     ("#### 50%", "50"),
     ("#### 50", "50%"),
@@ -143,6 +145,7 @@ RIGHT = [
     (r"\boxed{[8.124, 12.852]}", "[8.124,12.852]"),
     (r"\boxed{\{2,1\}}", r"\{1,2\}"),
     (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\boxed{\begin{pmatrix}0.5\\\frac{4}{2}\end{pmatrix}}", r"\begin{pmatrix}\frac{1}{2}\\2\end{pmatrix}"),
     (r"\boxed{\text{east}}", r"\text{east}"),
 ]
 
@@ -296,7 +299,7 @@ def test_extract_answer():
     assert extract_answer("<answer> blue </answer>") == "blue"
     assert extract_answer("none of the marks") is None
     assert extract_answer("\\boxed{" + "1" * rewards.MAX_ANSWER + "}") == "1" * rewards.MAX_ANSWER
-    assert extract_answer("\\boxed{" + "1" * (rewards.MAX_ANSWER + 20) + "}") is None
+    assert extract_answer("\\boxed{" + "1" * (rewards.MAX_ANSWER + 1) + "}") is None
 
 
 def test_chat_messages_and_strings_agree():
@@ -641,5 +644,5 @@ def test_fuzz_garbage_never_raises_and_never_pays(seed):
             for gold in ("86753.09", r"5\sqrt{86753}"):
                 assert score(text, gold) == 0.0, (seed, text)
             answer = extract_answer(text)
-            assert answer is None or len(answer) <= rewards.MAX_ANSWER + 10
+            assert answer is None or len(answer) <= rewards.MAX_ANSWER
             assert score("#### 86753.09", text) in (0.0, None), (seed, text)
