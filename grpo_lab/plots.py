@@ -269,12 +269,22 @@ def interactive(figure):
                 marker = {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}
                 style = {"mode": "markers", "marker": marker}
             style |= {"opacity": line.get_alpha() or 1, "showlegend": not name.startswith("_")}
+            if ax.get_yscale() == "log":
+                style |= {"text": [ax.format_ydata(value) for value in y], "hovertemplate": "%{x}: %{text}"}
             twin.add_scatter(x=x, y=y, name=name.lstrip("_"), **style, **cell)
-        twin.update_xaxes(title=ax.get_xlabel(), type=ax.get_xscale(), **cell)
-        twin.update_yaxes(title=ax.get_ylabel(), type=ax.get_yscale(), **cell)
+        twin.update_xaxes(title=ax.get_xlabel(), **_scale(ax.xaxis, ax.get_xlim()), **cell)
+        twin.update_yaxes(title=ax.get_ylabel(), **_scale(ax.yaxis, ax.get_ylim()), **cell)
     title = titles[0] if len(titles) == 1 else None
     twin.update_layout(title=title, template="simple_white", height=110 + 310 * lines, margin={"t": 50, "b": 40})
     return twin
+
+
+def _scale(axis, limits):
+    """The axis's scale for plotly; a logarithmic one with our own ticks, since plotly's mark every digit."""
+    if axis.get_scale() != "log":
+        return {"type": axis.get_scale()}
+    ticks = [tick for tick in axis.get_majorticklocs() if limits[0] <= tick <= limits[1]]
+    return {"type": "log", "tickvals": ticks, "ticktext": axis.get_major_formatter().format_ticks(ticks)}
 
 
 def png(figure):

@@ -81,6 +81,8 @@ def test_the_plotly_twin_shows_the_same_points():
         assert list(trace.x) == list(line.get_xdata()) and list(trace.y) == list(line.get_ydata())
         assert (trace.line.color or trace.marker.color) == line.get_color()
     assert twin.layout.xaxis.type == "log" and twin.layout.yaxis.title.text == "peak memory beyond the inputs"
+    assert twin.layout.xaxis.ticktext == ("1", "2", "4", "8") and "128 MiB" in twin.layout.yaxis.ticktext
+    assert twin.data[0].text[0] == plots.format_bytes(3e7)
 
 
 def test_show_gives_a_small_picture_and_the_twin_without_plotly_itself(tmp_path, monkeypatch):
