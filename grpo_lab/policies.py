@@ -2,8 +2,8 @@
 improves in a minute on two CPU cores.
 
 It is warm-started on demonstrations of which fewer than half are right (`tasks.demonstrations`): it learns to write and
-to calculate, but often takes a wrong operator. `python -m grpo_lab.policies --out data/tiny_policy` rebuilds it. Sampling and
-evaluation are here too; training is not, only the settings for it (TINY_GRPO).
+to calculate, but often takes a wrong operator. `python -m grpo_lab.policies --out data/tiny_policy` rebuilds it.
+Sampling and evaluation are here too; training is not, only the settings for it (TINY_GRPO).
 """
 
 import argparse
