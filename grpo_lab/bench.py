@@ -276,12 +276,12 @@ def main(argv=None):
             error = "" if error is None else f"dH error {error:.1e}"
             print(f"  {row['provider']:20} {ms:>9} ms {peak:>9} MiB  {error}  {row['note']}", flush=True)
         rows += table
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *where])
-            writer.writeheader()
-            writer.writerows(row | where for row in rows)
+        if args.out:  # after each table: a bench that is stopped leaves what it has measured
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with args.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, [*rows[0], *where])
+                writer.writeheader()
+                writer.writerows(row | where for row in rows)
 
 
 if __name__ == "__main__":
