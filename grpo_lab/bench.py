@@ -11,7 +11,6 @@ import argparse
 import csv
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -247,13 +246,13 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, help="CSV file to write")
     parser.add_argument("--step", action="store_true", help="whole training steps instead of the head alone")
     parser.add_argument("--repeats", type=int, default=7)
-    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = describe_environment()
     where = {"device": about["gpu"][0] if about["gpu"] else f"{about['cpu']}, {torch.get_num_threads()} threads"}
     where |= {name: about["packages"].get(name) for name in ("torch", "triton", "trl", "liger-kernel")}
-    where |= {"commit": about["commit"], "time": about["time"], "command": f"python -m grpo_lab.bench {' '.join(argv)}"}
+    command = "python -m grpo_lab.bench" + " --step" * args.step + f" --repeats {args.repeats}"
+    where |= {"commit": about["commit"], "time": about["time"], "command": command}
     on_gpu = device.type == "cuda"
     if args.step:
         sizes = {} if on_gpu else dict(batch=4, prompt=8, completion=24, small=True)
