@@ -15,6 +15,7 @@ the head is frozen.
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from grpo_lab.kernels import logits_grad, resolve_backend, row_stats
 from grpo_lab.naive import naive_logps
@@ -47,19 +48,18 @@ def one_pass(sweep, objective, tokens, hidden, weight, bias, coupling):
     # The logits gradient is rounded to the head's dtype: at its natural size (1 / N) fp16 would lose it. A power of two
     # moves it to about 1 and back without a rounding error.
     scale = _power_of_two(torch.cat([tokens.weight, objective.entropy_coef * tokens.entropy_weight[None]]))
-    coefficients = None
-    if any(needs):
-        if coupling == "nothing":
-            known, _ = objective.coefficients(torch.zeros_like(tokens.weight), torch.zeros_like(tokens.weight), tokens)
+    if coupling == "nothing":
+        zeros = torch.zeros_like(tokens.weight)
+        known = objective.coefficients(zeros, zeros, tokens)[0] / scale
 
-        def coefficients(part, logps, entropy):
-            if coupling == "nothing":
-                return known[part] / scale, None
-            c, e = objective.coefficients(logps[part], entropy[part], tokens[part])
-            return c / scale, None if e is None else e / scale
+    def coefficients(part, logps, entropy):
+        if coupling == "nothing":
+            return known[part], None
+        c, e = objective.coefficients(logps[part], entropy[part], tokens[part])
+        return c / scale, None if e is None else e / scale
 
     with torch.no_grad():
-        (logps, *_, entropy), grads = sweep(hidden, weight, bias, needs, coefficients)
+        (logps, *_, entropy), grads = sweep(hidden, weight, bias, needs, coefficients if any(needs) else None)
         loss, diagnostics = objective.loss(logps, entropy, tokens)
     if any(needs):
         loss = _Precomputed.apply(loss, scale, grads, hidden, weight, bias)
@@ -75,6 +75,7 @@ class _Precomputed(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         if ctx.grads is None:
             raise RuntimeError(
@@ -97,6 +98,7 @@ class LogProbs(torch.autograd.Function):
         return logps, stats[-1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, c, e):
         hidden, weight, bias, *stats = ctx.saved_tensors
         c = torch.zeros_like(stats[-1]) if c is None else c
@@ -117,8 +119,8 @@ class LogProbs(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Head:
-    """How raw head outputs become logits, and in which dtype."""
+class Numerics:
+    """In which dtype a head's products are computed, and how they become logits."""
 
     dtype: torch.dtype
     logits: dict  # logit_scale, softcap, inv_t, backend: what the row kernels need
@@ -154,7 +156,7 @@ class Sweep:
     """The loop over chunks. ``spans`` are ``(start, end, active)``: the chunk's tokens, of which the first ``active``
     have a gradient."""
 
-    head: Head
+    numerics: Numerics
     position: torch.Tensor  # (N,) rows of the flattened hidden states
     ids: torch.Tensor  # (N,)
     spans: list
@@ -164,7 +166,7 @@ class Sweep:
         """The sweep over these tokens alone, all of them with a gradient."""
         n = len(order)
         spans = [(a, min(a + self.C, n), min(self.C, n - a)) for a in range(0, n, self.C)]
-        return Sweep(self.head, self.position[order], self.ids[order], spans, self.C)
+        return Sweep(self.numerics, self.position[order], self.ids[order], spans, self.C)
 
     def __call__(self, hidden, weight, bias, needs=(False, False, False), coefficients=None, known=None):
         """Returns ``(logps, peak, log_sum, entropy)``, each ``(N,)`` (see ``row_stats``), and the needed gradients of
@@ -173,16 +175,16 @@ class Sweep:
         ``coefficients(part, logps, entropy)`` gives ``(c, e)`` of the tokens in the slice ``part``; ``known`` are the
         statistics if an earlier phase has them.
         """
-        dtype, C = self.head.dtype, self.C
+        dtype, C = self.numerics.dtype, self.C
         (V, H), device = weight.shape, hidden.device
         wide = torch.promote_types(dtype, torch.float32)
         states = hidden.detach().reshape(-1, H)
         weight_dtype = weight.dtype
         weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-        project = _projection(weight, bias, self.head.logits_fp32)
+        project = _projection(weight, bias, self.numerics.logits_fp32)
         logps, *stats = known or torch.empty(4, len(self.position), dtype=wide, device=device).unbind()
-        z = _aligned_rows(C, V, wide if self.head.logits_fp32 else dtype, device)
-        g = _aligned_rows(C, V, dtype, device) if self.head.logits_fp32 and any(needs) else z
+        z = _aligned_rows(C, V, wide if self.numerics.logits_fp32 else dtype, device)
+        g = _aligned_rows(C, V, dtype, device) if self.numerics.logits_fp32 and any(needs) else z
         headroom = FP16_HEADROOM if dtype == torch.float16 else 1.0
         h = torch.zeros(C, H, dtype=dtype, device=device)
         d_states = torch.zeros_like(states) if needs[0] else None
@@ -197,12 +199,14 @@ class Sweep:
                 project(h, z)
                 if known is None:
                     part = slice(a, b)
-                    row_stats(z[: b - a], self.ids[part], logps[part], *(x[part] for x in stats), **self.head.logits)
+                    row_stats(
+                        z[: b - a], self.ids[part], logps[part], *(x[part] for x in stats), **self.numerics.logits
+                    )
                 if not active or coefficients is None:
                     continue
                 part, rows = slice(a, a + active), slice(0, active)
                 c, e = (x if x is None else x * headroom for x in coefficients(part, logps, stats[-1]))
-                logits_grad(z[rows], g[rows], self.ids[part], *(x[part] for x in stats), c, e, **self.head.logits)
+                logits_grad(z[rows], g[rows], self.ids[part], *(x[part] for x in stats), c, e, **self.numerics.logits)
                 if d_states is not None:
                     d_chunk = _mm_wide(g[rows], weight)
                     d_chunk = d_chunk if headroom == 1.0 else d_chunk.div_(headroom)
@@ -270,7 +274,8 @@ def packed(scored, active, n, n_active, C):
 
 
 def whole_sequences(scored, lengths, actives, C):
-    """Scored positions and spans of at most C tokens that cut no sequence: first-fit decreasing, active ones first."""
+    """Scored positions and spans of at most C tokens that cut no sequence: first-fit decreasing, active and inactive
+    sequences apart."""
     bins = []  # [tokens, active, sequences]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
         active = actives[i] > 0

@@ -61,7 +61,9 @@ def grpo_loss(
             inputs do not allow. The message names the argument, its value and what was expected.
     """
     objective = Objective() if objective is None else objective
-    head = chunked.Head.of(hidden, weight, bias, objective.temperature, softcap, logit_scale, backend, logits_fp32)
+    numerics = chunked.Numerics.of(
+        hidden, weight, bias, objective.temperature, softcap, logit_scale, backend, logits_fp32
+    )
     B, T = shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
     for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("sampling_logps", sampling_logps)):
         _check(x is None or x.shape == shape, name, x, f"shape {tuple(shape)}")
@@ -79,7 +81,7 @@ def grpo_loss(
     scored = mask != 0
     active = scored & objective.active(advantages_BT, ratio_BT)
     lengths, actives = _scan(token_ids, scored, active, weight.shape[0])
-    C = _chunk_rows(chunk_tokens, sum(lengths), weight.shape[0], head, hidden.device)
+    C = _chunk_rows(chunk_tokens, sum(lengths), weight.shape[0], numerics, hidden.device)
 
     coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
     in_one_pass = impl != "naive" and (
@@ -90,7 +92,7 @@ def grpo_loss(
     else:
         position, spans = chunked.packed(scored, active, sum(lengths), sum(actives), C)
 
-    stat_dtype = torch.promote_types(head.dtype, torch.float32)
+    stat_dtype = torch.promote_types(numerics.dtype, torch.float32)
     pack = lambda x: None if x is None else x.detach().reshape(-1)[position].to(stat_dtype)  # noqa: E731
     lengths_B = scored.sum(-1).to(stat_dtype)
     tokens = Tokens(
@@ -107,12 +109,12 @@ def grpo_loss(
         importance_ratio=pack(ratio_BT),
         gather=gather,
     )
-    sweep = chunked.Sweep(head, tokens.position, tokens.ids, spans, C)
+    sweep = chunked.Sweep(numerics, tokens.position, tokens.ids, spans, C)
     if in_one_pass:
         loss, logps, entropy, diagnostics = chunked.one_pass(sweep, objective, tokens, hidden, weight, bias, coupling)
     else:
         if impl == "naive":
-            logps, entropy = head.naive(hidden, weight, bias, token_ids, scored, objective.entropy_coef != 0.0)
+            logps, entropy = numerics.naive(hidden, weight, bias, token_ids, scored, objective.entropy_coef != 0.0)
             logps, entropy = logps.reshape(-1)[position], entropy.reshape(-1)[position]
         else:
             logps, entropy = chunked.LogProbs.apply(hidden, weight, bias, sweep)
@@ -143,15 +145,15 @@ def token_logps(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r}: expected a number above 0")
-    head = chunked.Head.of(hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32)
+    numerics = chunked.Numerics.of(hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32)
     shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
     scored = mask != 0
     n = sum(_scan(token_ids, scored, scored, weight.shape[0])[0])
     if impl == "naive":
-        return head.naive(hidden, weight, bias, token_ids, scored, True)
-    C = _chunk_rows(chunk_tokens, n, weight.shape[0], head, hidden.device)
+        return numerics.naive(hidden, weight, bias, token_ids, scored, True)
+    C = _chunk_rows(chunk_tokens, n, weight.shape[0], numerics, hidden.device)
     position, spans = chunked.packed(scored, scored, n, n, C)
-    sweep = chunked.Sweep(head, position, token_ids.reshape(-1)[position], spans, C)
+    sweep = chunked.Sweep(numerics, position, token_ids.reshape(-1)[position], spans, C)
     return tuple(
         x.new_zeros(scored.numel()).index_put((position,), x).view(shape)
         for x in chunked.LogProbs.apply(hidden, weight, bias, sweep)
@@ -170,8 +172,8 @@ def _scan(token_ids, scored, active, vocab):
     return counts[0], counts[1]
 
 
-def _chunk_rows(chunk_tokens, n, vocab, head, device):
-    C = chunked.plan_chunk(n, vocab, head.itemsize, device) if chunk_tokens == "auto" else chunk_tokens
+def _chunk_rows(chunk_tokens, n, vocab, numerics, device):
+    C = chunked.plan_chunk(n, vocab, numerics.itemsize, device) if chunk_tokens == "auto" else chunk_tokens
     return min(C, -(-max(n, 1) // 16) * 16)
 
 
