@@ -1,0 +1,129 @@
+"""Every notebook from start to end as a user runs it: by the command line, with smoke=True, into a run folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from grpo_lab.cli import notebook_parameters
+from grpo_lab.runs import load_run
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def one_step(summary):
+    """00: both implementations agree, right answers gain on wrong ones, and it is quick."""
+    assert 0 < summary["share_right"] < 1
+    assert summary["loss_difference"] < 1e-6 and summary["gradient_difference"] < 1e-4
+    right, wrong = (summary[f"{kind}_logp_after"] - summary[f"{kind}_logp_before"] for kind in ("right", "wrong"))
+    assert right > wrong and right > 0
+    assert summary["step_seconds"] < 60
+
+
+def memory_wall(summary):
+    """01: predictions hold, naive grows by two copies of the logits for each answer, and the wall moves far."""
+    assert summary["naive_prediction_error"] < 0.15 and summary["chunked_prediction_error"] < 0.15
+    for dtype in ("fp32", "bf16"):
+        assert summary[f"{dtype}_copies_per_answer"] == pytest.approx(2, rel=0.1)
+        assert summary[f"{dtype}_naive_peak_mib"] > summary[f"{dtype}_chunked_peak_mib"] > 0
+    for gib in (24, 40, 80):
+        assert summary[f"answers_{gib}_gib_chunked"] > 50 * summary[f"answers_{gib}_gib_naive"] > 0
+
+
+def correctness(summary):
+    """04: the chunked loss errs no more than eager PyTorch does, and both broken losses are caught."""
+    assert (
+        0 < summary["worst_error_over_eager"] < 2
+    )  # the notebook's own budget, 1.5, is for more than smoke's one draw
+    assert summary["broken_losses_caught"] == 2
+
+
+def training(summary):
+    """06: the receipt passed, and the shares are shares; that the policy improves takes more than smoke's few steps."""
+    assert summary["receipt_passed"] is True and summary["training_seconds"] > 0
+    for name in ("accuracy", "greedy", "pass_at_k"):
+        assert 0 <= summary[f"{name}_before"] <= 1 and 0 <= summary[f"{name}_after"] <= 1
+
+
+FACTS = {
+    "00_start_here": one_step,
+    "01_memory_wall": memory_wall,
+    "04_correctness": correctness,
+    "06_train_single_gpu": training,
+}
+
+
+def outputs(path):
+    notebook = nbformat.read(path, 4)
+    return [(c, o) for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda p: p.stem)
+def executed(request, tmp_path_factory):
+    """(notebook, its run folder) after ``python -m grpo_lab run <notebook> -p smoke true``."""
+    root = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-m", "grpo_lab", "run", str(request.param), "-p", "smoke", "true", "--root", str(root)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GRPO_LAB_RUNS": ""}
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    (folder,) = root.iterdir()
+    return request.param, folder
+
+
+def test_it_runs_without_an_error_or_a_warning(executed):
+    notebook, folder = executed
+    cells = [c for c in nbformat.read(folder / notebook.name, 4).cells if c.cell_type == "code"]
+    assert all(c.execution_count for c in cells)
+    for cell, output in outputs(folder / notebook.name):
+        assert output.output_type != "error", cell.source
+        if output.output_type == "stream" and output.name == "stderr":
+            assert "Warning" not in output.text, output.text
+
+
+def test_the_run_folder_holds_what_was_run_and_found(executed):
+    notebook, folder = executed
+    record = load_run(folder)
+    assert record.parameters == notebook_parameters(notebook) | {"smoke": True}
+    assert record.status["status"] == "finished"
+    assert record.environment["packages"]["torch"] and record.environment["command"].startswith(
+        "python -m grpo_lab run"
+    )
+    assert record.metrics and record.summary
+    pictures = list(folder.glob("*.png"))
+    assert pictures and all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
+
+
+def test_what_it_found_holds(executed):
+    notebook, folder = executed
+    assert notebook.stem in FACTS, "say here what a run of this notebook must find"
+    FACTS[notebook.stem](load_run(folder).summary)
+
+
+def test_all_cells_run_again_on_a_finished_run_and_leave_it_alone(executed, tmp_path, monkeypatch):
+    """As in JupyterLab, where nothing stands between the user and the cells."""
+    notebook, folder = executed
+    kept = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+    for name, value in {"GRPO_LAB_RUNS": str(folder.parent), "GRPO_LAB_HEADLESS": "1", "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    options = {"kernel_name": "python3", "cwd": notebook.parent, "progress_bar": False}
+    papermill.execute_notebook(notebook, tmp_path / "again.ipynb", {"smoke": True}, **options)
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == kept
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_the_committed_outputs_are_of_one_whole_default_run(path):
+    notebook = nbformat.read(path, 4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3" and "papermill" not in notebook.metadata
+    assert notebook_parameters(path)["smoke"] is False
+    cells = [c for c in notebook.cells if c.cell_type == "code"]
+    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
+    assert not any("papermill" in c.metadata or "injected-parameters" in c.metadata.get("tags", []) for c in cells)
+    assert any("image/png" in o.get("data", {}) for _, o in outputs(path)), "a notebook shows a picture"
+    assert str(ROOT) not in json.dumps(notebook)
