@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from transformers.modeling_outputs import ModelOutput
-from trl.kernels import ChunkedLogProbFunction
 
 # Largest relative error between two right implementations, by the dtype of the logits: twice the worst that rounding
 # made on random heads, far below what a dropped term makes.
@@ -104,6 +103,8 @@ def _relative(x, expected):
 
 def _trl_loss(trainer, inputs, hidden, head):
     """TRL's ``_compute_loss``, kernels and all, on these hidden states; the metrics that it logs are discarded."""
+
+    from trl.kernels import ChunkedLogProbFunction  # after trainer.py has checked TRL's version
 
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
