@@ -118,6 +118,15 @@ def headless():
     return not (any(name in os.environ for name in front_ends) or sys.stdout.isatty())
 
 
+def _bar():
+    """An output that can be updated in place, where a person watches a notebook; else None."""
+    if headless() or "ipykernel" not in sys.modules:
+        return None
+    from IPython.display import HTML, display
+
+    return display(HTML(""), display_id=True)
+
+
 def _whole(checkpoint):
     """Whether a Trainer checkpoint can be resumed: state written last, every weight file there and not cut short."""
     try:
@@ -203,8 +212,8 @@ class Run:
     def callback(self, series=None, every=5.0):
         """A TrainerCallback: each of the trainer's logs becomes a row of metrics.jsonl.
 
-        ``series`` names the curve where one run trains several times. Where nobody watches, it also prints a line of
-        progress, at most one in ``every`` seconds.
+        ``series`` names the curve where one run trains several times. A person who watches a notebook sees a bar;
+        where nobody watches, a line is printed, at most one in ``every`` seconds.
         """
         from transformers import TrainerCallback
 
@@ -216,6 +225,7 @@ class Run:
                 self.began = self.spoke = time.monotonic()
                 self.first_step = state.global_step
                 if state.is_world_process_zero:
+                    self.bar = _bar()
                     run.log(resumed_at=state.global_step, **label)
 
             def on_log(self, args, state, control, logs=None, **kwargs):
@@ -224,18 +234,28 @@ class Run:
                 run.log(state.global_step, **label, **logs)
                 now, done = time.monotonic(), state.global_step - self.first_step
                 last = state.global_step >= state.max_steps
-                if headless() and done and "loss" in logs and (last or now - self.spoke >= every):
-                    self.spoke, pace = now, (now - self.began) / done
-                    values = "  ".join(f"{name} {logs[key]:.4g}" for key, name in shown.items() if key in logs)
-                    left = pace * (state.max_steps - state.global_step)
-                    where = f"{series or ''} step {state.global_step}/{state.max_steps}".strip()
-                    print(f"{where}  {values}  {pace:.2f} s/step  {left:.0f} s left", flush=True)
+                wait = 0.3 if self.bar else every
+                if not done or "loss" not in logs or not (last or now - self.spoke >= wait):
+                    return
+                self.spoke, pace = now, (now - self.began) / done
+                values = "  ".join(f"{name} {logs[key]:.4g}" for key, name in shown.items() if key in logs)
+                left = pace * (state.max_steps - state.global_step)
+                where = f"{series or ''} step {state.global_step}/{state.max_steps}".strip()
+                text = f"{where}  {values}  {pace:.2f} s/step  {left:.0f} s left"
+                if self.bar:
+                    share = f'<progress value="{state.global_step}" max="{state.max_steps}"></progress>'
+                    self.bar.update(
+                        {"text/html": f"{share} {text.replace('  ', ' &nbsp; ')}", "text/plain": text}, raw=True
+                    )
+                elif headless():
+                    print(text, flush=True)
 
         return RunCallback()
 
     def attach(self, trainer, series=None):
-        """Add ``callback()`` to a trainer; where nobody watches, the trainer's own bar or printed rows give way."""
-        for callback in list(trainer.callback_handler.callbacks) if headless() else []:
+        """Add ``callback()`` to a trainer; except on a terminal, the trainer's own bar, table or rows give way to it."""
+        on_terminal = not headless() and "ipykernel" not in sys.modules
+        for callback in [] if on_terminal else list(trainer.callback_handler.callbacks):
             if any(word in type(callback).__name__ for word in ("Progress", "Printer")):
                 trainer.remove_callback(callback)
         trainer.add_callback(self.callback(series))
