@@ -115,6 +115,7 @@ def execute(path, folder, params, given):
             "language": "python",
             "cwd": path.parent,
             "progress_bar": False,
+            "extra_arguments": ["--log-level=ERROR"],  # else each kernel warns that its local sockets are not encrypted
             "stdout_file": sys.stdout,
         }
         papermill.execute_notebook(path, output, given, **options)
