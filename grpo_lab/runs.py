@@ -244,16 +244,15 @@ class Run:
                 text = f"{where}  {values}  {pace:.2f} s/step  {left:.0f} s left"
                 if self.bar:
                     share = f'<progress value="{state.global_step}" max="{state.max_steps}"></progress>'
-                    self.bar.update(
-                        {"text/html": f"{share} {text.replace('  ', ' &nbsp; ')}", "text/plain": text}, raw=True
-                    )
+                    html = f"{share} {text.replace('  ', ' &nbsp; ')}"
+                    self.bar.update({"text/html": html, "text/plain": text}, raw=True)
                 elif headless():
                     print(text, flush=True)
 
         return RunCallback()
 
     def attach(self, trainer, series=None):
-        """Add ``callback()`` to a trainer; except on a terminal, the trainer's own bar, table or rows give way to it."""
+        """Add ``callback()`` to a trainer; but for a terminal, the trainer's own bar, table or rows give way."""
         on_terminal = not headless() and "ipykernel" not in sys.modules
         for callback in [] if on_terminal else list(trainer.callback_handler.callbacks):
             if any(word in type(callback).__name__ for word in ("Progress", "Printer")):
