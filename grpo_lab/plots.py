@@ -226,11 +226,11 @@ def group_figure(completions, rewards, advantages, changes, title="One step on a
     return figure
 
 
-def heads_figure(rows, title="Loss heads side by side"):
+def heads_figure(rows, title="Loss heads side by side", longest_ms=None):
     """Peak memory and time of each provider, one bar for a head that trains and one for a frozen head.
 
     rows: as ``bench.bench`` gives them: provider, head ("trainable" or "frozen"), peak_mib and ms, both None where the
-    provider failed.
+    provider failed. longest_ms: where the time axis ends; a bar that goes on has its value in the bar, with an arrow.
     """
     bars_of = {(r["provider"], r["head"]): r for r in rows}
     providers = list(dict.fromkeys(r["provider"] for r in rows))
@@ -242,8 +242,15 @@ def heads_figure(rows, title="Loss heads side by side"):
             values = [bars_of[providers[i], head][key] for i in places]
             bars = ax.barh([2 * i + 0.9 * offset for i in places], [v or 0 for v in values], 0.84, color=colour,
                            hatch=hatch, edgecolor="white", label=f"{head} head")  # fmt: skip
-            ax.bar_label(bars, [f"{v:,.0f}" if v else "failed" for v in values], fontsize=8, padding=2)
+            cut = [key == "ms" and longest_ms is not None and (v or 0) > longest_ms for v in values]
+            labels = ["" if c else f"{v:,.0f}" if v else "failed" for v, c in zip(values, cut)]
+            ax.bar_label(bars, labels, fontsize=8, padding=2)
+            for bar, value in ((bar, v) for bar, v, c in zip(bars, values, cut) if c):
+                ax.text(longest_ms, bar.get_y() + bar.get_height() / 2, f"{value:,.0f} → ", fontsize=8, ha="right",
+                        va="center", backgroundcolor="white")  # fmt: skip
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    if longest_ms is not None:
+        panels[1].set_xlim(0, longest_ms)
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, ncols=2, loc="upper right")
     return figure
 

@@ -133,3 +133,5 @@ def test_heads_figure_says_which_provider_failed():
     assert [bar.get_width() for bar in memory.patches] == [300, 250, 0]
     assert [bar.get_width() for bar in time.patches] == [9, 7, 0]
     assert [text.get_text() for text in time.texts] == ["9", "7", "failed"]
+    _, time = plots.heads_figure(rows, longest_ms=8).axes
+    assert time.get_xlim() == (0, 8) and {text.get_text() for text in time.texts} == {"", "7", "failed", "9 → "}
