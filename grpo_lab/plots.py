@@ -275,7 +275,8 @@ def interactive(figure):
             else:
                 marker = {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}
                 style = {"mode": "markers", "marker": marker}
-            style |= {"opacity": line.get_alpha() or 1, "showlegend": not name.startswith("_")}
+            in_legend = ax.get_legend() is not None and not name.startswith("_")
+            style |= {"opacity": line.get_alpha() or 1, "showlegend": in_legend}
             if ax.get_yscale() == "log":
                 style |= {"text": [ax.format_ydata(value) for value in y], "hovertemplate": "%{x}: %{text}"}
             twin.add_scatter(x=x, y=y, name=name.lstrip("_"), **style, **cell)

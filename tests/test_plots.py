@@ -102,7 +102,7 @@ def test_panels_draw_each_step_and_the_mean_and_their_twin_follows():
     one, two = figure.axes
     assert [line.get_label() for line in one.lines] == ["_all: each step", "all"] and len(two.lines) == 2
     twin = plots.interactive(figure)
-    assert [t.showlegend for t in twin.data] == [False, True, False, True]
+    assert [t.showlegend for t in twin.data] == [False, True, False, False]
     assert list(twin.data[2].y) == list(two.lines[0].get_ydata()) and twin.data[2].xaxis == "x2"
 
 
