@@ -296,10 +296,13 @@ def _scale(axis, limits):
 
 
 def png(figure):
-    """The figure as PNG bytes, some 20 to 40 kB."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    """The figure as PNG bytes of 256 colours, some 10 to 60 kB: a quarter of what all colours take."""
+    from PIL import Image  # matplotlib brings it
+
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, format="png")
+    Image.open(full).convert("RGB").quantize(256).save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def show(figure, path=None, twin=False):
