@@ -169,6 +169,7 @@ def run(arguments):
         }
         if code := execute(path, folder, params, given):
             return code
+        print(f"{path.stem} has finished:")
     show(folder)
     return 0
 
