@@ -6,16 +6,17 @@ more GEMMs take that to dH and dW before the next chunk begins. ``loss.py`` hold
 
 Routes, by what a token's coefficient depends on (``Objective.coupling``):
   nothing, token   one pass over chunks of packed tokens
-  sequence         one pass over chunks of whole sequences; two phases if a sequence is longer than a chunk
+  sequence         one pass over chunks of whole sequences, whose last rows stay empty; two phases if a sequence is
+                   longer than a chunk
   batch            two phases: all log-probs first, gradients when the backward pass asks for them
 GEMMs of head size, f the share of tokens with a gradient: 1 + 2f in one pass and 1 + 3f in two phases, f fewer where
 the head is frozen.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from grpo_lab.kernels import logits_grad, resolve_backend, row_stats
 from grpo_lab.naive import naive_logps
@@ -45,10 +46,14 @@ def plan_chunk(n_tokens: int, vocab: int, itemsize: int, device: torch.device, f
 def one_pass(sweep, objective, tokens, hidden, weight, bias, coupling):
     """Loss, log-probs, entropies and diagnostics, with the gradients already computed and attached to the loss."""
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    # The logits gradient is rounded to the head's dtype: at its natural size (1 / N) fp16 would lose it. A power of two
-    # moves it to about 1 and back without a rounding error.
-    scale = _power_of_two(torch.cat([tokens.weight, objective.entropy_coef * tokens.entropy_weight[None]]))
-    if coupling == "nothing":
+    # The logits gradient is rounded to the head's dtype: at its natural size (advantage / N) fp16 would lose it, or
+    # overflow. A power of two moves it to about 1 and back without a rounding error.
+    size = tokens.advantages.abs() * (1.0 if tokens.importance_ratio is None else tokens.importance_ratio.abs())
+    size = torch.cat(
+        [tokens.weight * size.clamp(min=objective.beta), objective.entropy_coef * tokens.entropy_weight[None]]
+    )
+    scale = _power_of_two(size)
+    if any(needs) and coupling == "nothing":
         zeros = torch.zeros_like(tokens.weight)
         known = objective.coefficients(zeros, zeros, tokens)[0] / scale
 
@@ -75,15 +80,29 @@ class _Precomputed(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        _no_second_derivative()
         if ctx.grads is None:
             raise RuntimeError(
                 "the chunked loss was sent backward a second time; it computes gradients once, in the forward pass. "
                 "Call grpo_loss again, or use token_logps where a graph must be kept (retain_graph=True)"
             )
         grads, ctx.grads = ctx.grads, None
-        return None, None, None, *(None if g is None else g.mul_((grad * ctx.scale).to(g.dtype)) for g in grads)
+        return None, None, None, *(None if g is None else _multiply(g, grad * ctx.scale) for g in grads)
+
+
+def _multiply(x, factor):
+    """``x *= factor`` with the factor in fp32: rounded to bf16 it would scale a whole gradient wrongly."""
+    if x.dtype.itemsize >= 4:
+        return x.mul_(factor)
+    for part in x.view(-1).split(1 << 24):
+        part.copy_(part.float().mul_(factor))
+    return x
+
+
+def _no_second_derivative():
+    if torch.is_grad_enabled():
+        raise RuntimeError("the chunked loss has no second derivatives (create_graph=True): use impl='naive'")
 
 
 class LogProbs(torch.autograd.Function):
@@ -98,8 +117,8 @@ class LogProbs(torch.autograd.Function):
         return logps, stats[-1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, c, e):
+        _no_second_derivative()
         hidden, weight, bias, *stats = ctx.saved_tensors
         c = torch.zeros_like(stats[-1]) if c is None else c
         has_grad = c != 0 if e is None else (c != 0) | (e != 0)
@@ -130,12 +149,13 @@ class Numerics:
     @classmethod
     def of(cls, hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32):
         device = hidden.device.type
-        if torch.is_autocast_enabled(device):
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device)
-        else:
-            dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        if softcap is not None and not softcap > 0:
+        if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"softcap={softcap!r}: expected None or a number above 0")
+        if not isinstance(logit_scale, (int, float)) or not math.isfinite(logit_scale):
+            raise ValueError(f"logit_scale={logit_scale!r}: expected a finite number")
         backend = resolve_backend(backend, hidden.device)
         logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=1.0 / temperature, backend=backend)
         return cls(dtype, logits, logits_fp32 and dtype.itemsize < 4, temperature)

@@ -45,7 +45,9 @@ def read_head(model) -> OutputHead:
     if hasattr(weight, "full_tensor"):
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
     config = model.config.get_text_config()
-    return OutputHead(weight, bias, getattr(config, "final_logit_softcapping", None), _logit_scale(config))
+    softcaps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
+    softcap = next((getattr(config, name) for name in softcaps if getattr(config, name, None) is not None), None)
+    return OutputHead(weight, bias, softcap, _logit_scale(config))
 
 
 def _logit_scale(config) -> float:

@@ -11,6 +11,8 @@ import torch
 from grpo_lab import chunked
 from grpo_lab.objective import Objective, Stats, Tokens, report
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def grpo_loss(
     hidden: torch.Tensor,
@@ -61,10 +63,14 @@ def grpo_loss(
             inputs do not allow. The message names the argument, its value and what was expected.
     """
     objective = Objective() if objective is None else objective
+    _check(isinstance(objective, Objective), "objective", objective, "an Objective or None")
+    B, T = shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
     numerics = chunked.Numerics.of(
         hidden, weight, bias, objective.temperature, softcap, logit_scale, backend, logits_fp32
     )
-    B, T = shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
+    counted = isinstance(num_items, (int, float)) and num_items > 0
+    counted = counted or isinstance(num_items, torch.Tensor) and num_items.dim() == 0
+    _check(num_items is None or counted, "num_items", num_items, "None, a number above 0 or a 0-dim tensor")
     for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("sampling_logps", sampling_logps)):
         _check(x is None or x.shape == shape, name, x, f"shape {tuple(shape)}")
     _check(advantages.shape in ((B,), shape), "advantages", advantages, f"shape {(B,)} or {tuple(shape)}")
@@ -98,7 +104,7 @@ def grpo_loss(
     tokens = Tokens(
         shape=shape,
         position=position,
-        ids=token_ids.reshape(-1)[position],
+        ids=token_ids.reshape(-1)[position].long(),
         lengths=lengths_B,
         advantages=pack(advantages_BT),
         weight=objective.weights(lengths_B, position // T, num_items),
@@ -114,7 +120,9 @@ def grpo_loss(
         loss, logps, entropy, diagnostics = chunked.one_pass(sweep, objective, tokens, hidden, weight, bias, coupling)
     else:
         if impl == "naive":
-            logps, entropy = numerics.naive(hidden, weight, bias, token_ids, scored, objective.entropy_coef != 0.0)
+            logps, entropy = numerics.naive(
+                hidden, weight, bias, token_ids.long(), scored, objective.entropy_coef != 0.0
+            )
             logps, entropy = logps.reshape(-1)[position], entropy.reshape(-1)[position]
         else:
             logps, entropy = chunked.LogProbs.apply(hidden, weight, bias, sweep)
@@ -145,15 +153,15 @@ def token_logps(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r}: expected a number above 0")
-    numerics = chunked.Numerics.of(hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32)
     shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
+    numerics = chunked.Numerics.of(hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32)
     scored = mask != 0
     n = sum(_scan(token_ids, scored, scored, weight.shape[0])[0])
     if impl == "naive":
-        return numerics.naive(hidden, weight, bias, token_ids, scored, True)
+        return numerics.naive(hidden, weight, bias, token_ids.long(), scored, True)
     C = _chunk_rows(chunk_tokens, n, weight.shape[0], numerics, hidden.device)
     position, spans = chunked.packed(scored, scored, n, n, C)
-    sweep = chunked.Sweep(numerics, position, token_ids.reshape(-1)[position], spans, C)
+    sweep = chunked.Sweep(numerics, position, token_ids.reshape(-1)[position].long(), spans, C)
     return tuple(
         x.new_zeros(scored.numel()).index_put((position,), x).view(shape)
         for x in chunked.LogProbs.apply(hidden, weight, bias, sweep)
@@ -186,17 +194,18 @@ def _check(ok, name, value, expected):
 def _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens):
     _check(impl in ("auto", "naive", "chunked"), "impl", impl, "'naive', 'chunked' or 'auto'")
     whole = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
-    _check(
-        chunk_tokens == "auto" or whole and chunk_tokens >= 1,
-        "chunk_tokens",
-        chunk_tokens,
-        "'auto' or a whole number >= 1",
-    )
-    _check(hidden.dim() == 3 and hidden.is_floating_point(), "hidden", hidden, "floating-point states (B, T, H)")
+    fits = chunk_tokens == "auto" or whole and chunk_tokens >= 1
+    _check(fits, "chunk_tokens", chunk_tokens, "'auto' or a whole number >= 1")
+    tensors = {"hidden": hidden, "weight": weight, "token_ids": token_ids, "mask": mask}
+    for name, x in tensors.items():
+        _check(isinstance(x, torch.Tensor), name, x, "a tensor")
+    _check(hidden.dim() == 3 and hidden.shape[0] > 0, "hidden", hidden, "states (B, T, H) of one sequence or more")
     B, T, H = hidden.shape
+    _check(hidden.dtype in _DTYPES, "hidden", hidden.dtype, f"one of {_DTYPES}")
+    _check(weight.dtype in _DTYPES, "weight", weight.dtype, f"one of {_DTYPES}: a quantised head cannot be read")
     _check(weight.dim() == 2 and weight.shape[1] == H, "weight", weight, f"shape (V, {H})")
     _check(bias is None or bias.shape == weight.shape[:1], "bias", bias, f"shape ({len(weight)},)")
     _check(token_ids.shape == (B, T), "token_ids", token_ids, f"shape {(B, T)}")
-    _check(not token_ids.is_floating_point(), "token_ids", token_ids.dtype, "an integer dtype")
+    _check(token_ids.dtype in (torch.int64, torch.int32), "token_ids", token_ids.dtype, "torch.int64 or torch.int32")
     _check(mask.shape == (B, T), "mask", mask, f"shape {(B, T)}")
     return hidden.shape[:2]

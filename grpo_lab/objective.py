@@ -53,6 +53,14 @@ class Objective:
             if not ok:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
 
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(f.default, float) or (f.default is None and value is not None):
+                number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+                require(number, f.name, "a finite number")
+        require(self.epsilon >= 0, "epsilon", "a number of 0 or more")
+        require(self.sapo_temperature_neg > 0, "sapo_temperature_neg", "a number above 0")
+        require(self.sapo_temperature_pos > 0, "sapo_temperature_pos", "a number above 0")
         require(self.loss_type in LOSS_TYPES, "loss_type", f"one of {', '.join(LOSS_TYPES)}")
         require(
             self.importance_sampling_level in ("token", "sequence"), "importance_sampling_level", "token or sequence"
@@ -95,17 +103,17 @@ class Objective:
 
     def weights(self, lengths_B: torch.Tensor, seq_N: torch.Tensor, num_items: torch.Tensor | float | None):
         """Each scored token's share ``(N,)`` in the loss. ``num_items`` is the token count that dapo, cispo and vespo
-        divide by, this batch's when None."""
+        divide by; None means this batch's, and 1 where that is 0."""
         if self.loss_type in ("grpo", "sapo"):
             return 1.0 / (lengths_B[seq_N] * len(lengths_B))
-        total = lengths_B.sum()
+        total = lengths_B.sum().clamp(min=1.0)
         if self.loss_type in ("dapo", "cispo", "vespo"):
             total = total if num_items is None else torch.as_tensor(num_items, device=total.device)
         elif self.loss_type == "dr_grpo":
             total = torch.full_like(total, len(lengths_B) * self.max_completion_length)
         elif self.loss_type == "luspo":
             total = torch.full_like(total, len(lengths_B))
-        return (1.0 / total.to(lengths_B.dtype).clamp(min=1.0)).expand(len(seq_N))
+        return (1.0 / total.to(lengths_B.dtype)).expand(len(seq_N))
 
     def loss(self, logps: torch.Tensor, entropy: torch.Tensor, tokens: "Tokens") -> tuple[torch.Tensor, dict]:
         """The loss of ``tokens`` given their log-probs and entropies ``(N,)``, and detached per-token diagnostics.

@@ -1,53 +1,105 @@
 """The receipt of a run: on its first batch, the active loss and its gradients against the naive head and TRL's loss.
 
 Every implementation gets the same hidden states, detached, so that nothing but the head and the objective can differ.
-Two cases: the batch as it will be trained on, in the run's dtype; and the same batch made off-policy by a seeded
-perturbation, in fp32, since on-policy ratios are 1 and would hide a loss that ignores them. A mismatch raises
-``ReceiptError``.
+Two cases. "on-policy", in the run's dtype, holds the kernels to the references: ratios are 1, so that no rounding
+error decides what is clipped. "off-policy", in fp32, perturbs old log-probs and advantages, and holds the objective
+with every option to TRL's. A mismatch raises ``ReceiptError`` before anything is trained.
 """
 
-import json
+import math
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from transformers.modeling_outputs import ModelOutput
 
-# Largest relative error between two right implementations, by the dtype of the logits: twice the worst that rounding
-# made on random heads, far below what a dropped term makes.
+from grpo_lab.runs import write_json
+
+# Largest relative error between two right implementations, by the dtype of the logits; bf16 heads of real size differ
+# by 2e-3, fp32 ones by 2e-6 (tests/test_gpu.py), while a dropped term shows as 1e-1 or more.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-MEMORY_SHARE = 0.25  # of the free memory that the naive head's logits may take
+MEMORY_SHARE = 0.25  # of the free device memory that the comparison may take
 CPU_BYTES = 1 << 30
+_MIN_TOKENS = 64
 
 
 class ReceiptError(RuntimeError):
     """The first batch's loss or gradient is not that of the references."""
 
 
+def can_tell(trainer, inputs) -> bool:
+    """Whether a batch shows anything. One process waits for scored tokens; several must all verify the same batch."""
+    return trainer.accelerator.num_processes > 1 or bool((inputs["completion_mask"] * inputs.get("tool_mask", 1)).any())
+
+
+@torch.compiler.disable
 def verify(trainer, inputs, hidden, head) -> dict:
     """The receipt for the batch ``inputs`` whose model gave ``hidden`` ``(B, P + T, H)``; also written to output_dir.
 
-    Keys: passed, step, loss_impl, sequences (how many were compared), checks. A check names its case, dtype and
-    reference, and the relative errors of the loss and of each gradient with the tolerance that they were held to.
+    Keys: passed, step, loss_impl, sequences and tokens (how much was compared), checks. A check names its case, dtype
+    and reference, and the relative errors of the loss and of each gradient with the tolerance that they were held to.
+    Raises ReceiptError where a check fails on any rank.
     """
+    accelerator = trainer.accelerator
+    step = trainer.state.global_step + 1
     head = head._replace(weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
     inputs, hidden = _part_that_fits(inputs, hidden, head)
+    trainer.accelerator = _OneProcess(accelerator)  # ranks compare different numbers of sequences: nothing is gathered
+    try:
+        checks = _compare(trainer, inputs, hidden, head)
+    finally:
+        trainer.accelerator = accelerator
+    failed = next((check for check in checks if not check["passed"]), None)
+    verdicts = accelerator.gather(torch.tensor([failed is None], device=hidden.device))
+    receipt = {
+        "passed": bool(verdicts.all()),
+        "step": step,
+        "loss_impl": trainer.args.loss_impl,
+        "sequences": len(hidden),
+        "tokens": int(inputs["completion_mask"].sum()),
+        "checks": checks,
+    }
+    if accelerator.is_main_process:
+        folder = Path(trainer.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "receipt.json", receipt)
+    if failed is not None:
+        worst = max(failed["errors"], key=lambda name: abs(failed["errors"][name]))
+        raise ReceiptError(
+            f"step {step}: the {receipt['loss_impl']} loss does not agree with {failed['against']} ({failed['case']}, "
+            f"{failed['dtype']}): the relative error of {worst} is {failed['errors'][worst]:.2e}, and "
+            f"{failed['tolerance']:.0e} is allowed. Nothing has been trained. Compare impl='naive' and 'chunked' of "
+            "grpo_loss on this batch, or set loss_impl='trl' to train without this package's loss"
+        )
+    if not receipt["passed"]:
+        ranks = ", ".join(str(rank) for rank in (~verdicts).nonzero().flatten().tolist())
+        raise ReceiptError(f"step {step}: the loss of rank {ranks} does not agree with its references; see its log")
+    return receipt
+
+
+def _compare(trainer, inputs, hidden, head):
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and not trainer.args.cast_lm_head_to_fp32
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(hidden.dtype, head.weight.dtype)
-    references = [impl for impl in ("naive", "trl") if impl != trainer.args.loss_impl]
+    wide = torch.promote_types(dtype, torch.float32)
+    if trainer.objective.top_entropy_quantile < 1.0:
+        dtype, autocast = wide, False  # which tokens are the top ones would hang on rounding
+    ours = trainer.args.loss_impl
+    on_policy = {k: v for k, v in inputs.items() if k not in ("old_per_token_logps", "sampling_per_token_logps")}
     checks, logps = [], None
-    for case in ("as trained", "off-policy"):
-        if case == "off-policy":
-            inputs, dtype = _off_policy(inputs, logps), torch.promote_types(dtype, torch.float32)
-            hidden = hidden.to(dtype)
-            head = head._replace(weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
-        with torch.autocast(device, enabled=autocast and case == "as trained"):
-            loss, grads, logps = _loss_and_grads(trainer, inputs, hidden, head, trainer.args.loss_impl)
-            for reference in references:
-                expected, expected_grads, _ = _loss_and_grads(trainer, inputs, hidden, head, reference)
+    for case in ("on-policy", "off-policy"):
+        batch = on_policy if case == "on-policy" else _off_policy(inputs, logps)
+        if case == "off-policy" or dtype == wide:
+            dtype, autocast, hidden = wide, False, hidden.to(wide)
+            head = head._replace(weight=head.weight.to(wide), bias=None if head.bias is None else head.bias.to(wide))
+        with torch.autocast(device, enabled=autocast):
+            loss, grads, logps = _loss_and_grads(trainer, batch, hidden, head, ours)
+            if not math.isfinite(loss) and not torch.isfinite(hidden).all():
+                raise ReceiptError("the model's hidden states are not finite on the first batch: nothing to compare")
+            for reference in (impl for impl in ("naive", "trl") if impl != ours):
+                expected, expected_grads, _ = _loss_and_grads(trainer, batch, hidden, head, reference)
                 # A loss is a mean of terms that cancel (advantages add up to 0): its error is relative to their size.
-                size = max(abs(expected), inputs["advantages"].abs().mean().item(), 1e-6)
+                size = max(abs(expected), batch["advantages"].abs().mean().item(), 1e-6)
                 errors = {"loss": abs(loss - expected) / size}
                 errors |= {f"d_{name}": _relative(grads[name], expected_grads[name]) for name in grads}
                 checks.append({
@@ -55,27 +107,28 @@ def verify(trainer, inputs, hidden, head) -> dict:
                     "reference_loss": expected, "errors": errors, "tolerance": TOLERANCE[dtype],
                     "passed": all(e <= TOLERANCE[dtype] for e in errors.values()),
                 })  # fmt: skip
-    receipt = {
-        "passed": all(check["passed"] for check in checks),
-        "step": trainer.state.global_step + 1,
-        "loss_impl": trainer.args.loss_impl,
-        "sequences": len(hidden),
-        "checks": checks,
-    }
-    if trainer.accelerator.is_main_process:
-        path = Path(trainer.args.output_dir)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "receipt.json").write_text(json.dumps(receipt, indent=1))
-    for check in checks:
-        if not check["passed"]:
-            worst = max(check["errors"], key=check["errors"].get)
-            raise ReceiptError(
-                f"step {receipt['step']}: the {receipt['loss_impl']} loss does not agree with {check['against']} "
-                f"({check['case']}, {check['dtype']}): the relative error of {worst} is {check['errors'][worst]:.2e}, "
-                f"and {check['tolerance']:.0e} is allowed. Nothing has been trained. Compare impl='naive' and "
-                "'chunked' of grpo_loss on this batch, or set loss_impl='trl' to train without this package's loss"
-            )
-    return receipt
+    return checks
+
+
+class _OneProcess:
+    """An accelerator on which every rank is alone."""
+
+    num_processes, is_main_process = 1, True
+
+    def __init__(self, accelerator):
+        self._accelerator = accelerator
+
+    def __getattr__(self, name):
+        return getattr(self._accelerator, name)
+
+    def gather(self, x):
+        return x
+
+    def reduce(self, x, reduction="sum"):
+        return x
+
+    def pad_across_processes(self, x, **_):
+        return x
 
 
 def _loss_and_grads(trainer, inputs, hidden, head, impl):
@@ -91,7 +144,7 @@ def _loss_and_grads(trainer, inputs, hidden, head, impl):
             loss = _trl_loss(trainer, inputs, leaves["hidden"], head)
         else:
             loss, stats = trainer.head_loss(leaves["hidden"], head, inputs, impl)
-            logps = stats.logps[:, :-1]  # from the last prompt token on
+            logps = stats.logps[:, : inputs["completion_ids"].shape[1]]
         grads = torch.autograd.grad(loss, list(leaves.values()))
     return loss.item(), dict(zip(leaves, grads, strict=True)), logps
 
@@ -104,6 +157,7 @@ def _relative(x, expected):
 def _trl_loss(trainer, inputs, hidden, head):
     """TRL's ``_compute_loss``, kernels and all, on these hidden states; the metrics that it logs are discarded."""
 
+    import trl
     from trl.kernels import ChunkedLogProbFunction  # after trainer.py has checked TRL's version
 
     device = hidden.device.type
@@ -117,12 +171,12 @@ def _trl_loss(trainer, inputs, hidden, head):
                 head.softcap, head.logit_scale, ("log_probs", "entropy"),
             )  # fmt: skip
         spread = [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy)]
-        return ModelOutput(log_probs=spread[0], entropy=spread[1], aux_loss=hidden.new_zeros(()))
+        return SimpleNamespace(log_probs=spread[0], entropy=spread[1], aux_loss=hidden.new_zeros(()))
 
     metrics, trainer._metrics = trainer._metrics, {"train": defaultdict(list), "eval": defaultdict(list)}
     impl, trainer.args.loss_impl = trainer.args.loss_impl, "trl"
     try:
-        loss = trainer._compute_loss(model, inputs)
+        loss = trl.GRPOTrainer._compute_loss(trainer, model, inputs)
     finally:
         trainer._metrics, trainer.args.loss_impl = metrics, impl
     accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
@@ -130,22 +184,33 @@ def _trl_loss(trainer, inputs, hidden, head):
 
 
 def _part_that_fits(inputs, hidden, head):
-    """As many whole sequences as the naive head can hold, those with an advantage first."""
-    B, L, _ = hidden.shape
+    """As many sequences, those with an advantage first, and of one too long as many tokens as the naive head can hold;
+    with hidden states from the last prompt token on."""
+    B, L, H = hidden.shape
+    V, T = len(head.weight), inputs["completion_ids"].shape[1]
     if hidden.is_cuda:
-        free = torch.cuda.mem_get_info(hidden.device)[0] * MEMORY_SHARE
+        cached = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+        free = (torch.cuda.mem_get_info(hidden.device)[0] + cached) * MEMORY_SHARE
     else:
         free = CPU_BYTES
-    T = inputs["completion_ids"].shape[1]
-    sequences = int(
-        max(1, free // (4 * (T + 1) * len(head.weight) * 4))
-    )  # four fp32 copies: logits, softmax, gradients
+    copies = 5 * V * H * 4  # the head in fp32, a leaf of it, and gradients of two implementations
+    tokens = max(
+        _MIN_TOKENS, int((free - copies) // (5 * V * 4))
+    )  # logits, softmax, their gradients and work space, in fp32
+    sequences, t = max(1, tokens // (T + 1)), min(T, tokens)
     advantages = inputs["advantages"].abs().reshape(B, -1).sum(-1)
     rows = advantages.argsort(descending=True)[:sequences]
-    part = {k: v[rows] for k, v in inputs.items() if torch.is_tensor(v) and v.dim() and len(v) == B}
-    part["num_items_in_batch"] = inputs["num_items_in_batch"]
-    part["prompt_ids"], part["prompt_mask"] = part["prompt_ids"][:, -1:], part["prompt_mask"][:, -1:]
-    return part, hidden[rows, L - T - 1 :]
+    part = {"num_items_in_batch": inputs["num_items_in_batch"]}
+    for key in _PARTS & inputs.keys():
+        x = inputs[key][rows]
+        part[key] = x[:, -1:] if key.startswith("prompt") else x[:, :t] if x.dim() == 2 else x
+    return part, hidden[rows, L - T - 1 : L - T + t]
+
+
+_PARTS = {
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "old_per_token_logps",
+    "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio",
+}  # fmt: skip
 
 
 def _off_policy(inputs, logps):

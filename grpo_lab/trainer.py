@@ -79,8 +79,10 @@ class GRPOConfig(trl.GRPOConfig):
         if self.loss_impl not in LOSS_IMPLS:
             raise ValueError(f"loss_impl={self.loss_impl!r}: expected one of {', '.join(LOSS_IMPLS)}")
         if self.use_liger_loss is not None:
-            if self.loss_impl == "trl":
-                raise ValueError(f"use_liger_loss={self.use_liger_loss} contradicts loss_impl='trl': set one of them")
+            if self.loss_impl == "trl" or self.use_liger_loss and self.loss_impl == "naive":
+                raise ValueError(
+                    f"use_liger_loss={self.use_liger_loss} contradicts loss_impl={self.loss_impl!r}: set one of them"
+                )
             self.loss_impl = "chunked" if self.use_liger_loss else "naive"
         if self.chunk_tokens != "auto":
             if not str(self.chunk_tokens).isdecimal() or int(self.chunk_tokens) < 1:
@@ -117,16 +119,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         for m in (self.model, self.ref_model):
             if m is not None:
                 m = self.accelerator.unwrap_model(m)
-                score_in_forward(m.get_base_model() if hasattr(m, "peft_config") else m)
+                score_in_forward(m.get_base_model() if hasattr(m, "get_base_model") else m)
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        inputs = (input_ids, attention_mask, logits_to_keep, *args)
         if self.args.loss_impl == "trl":
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            return super()._get_per_token_logps_and_entropies(model, *inputs, **kwargs)
 
         def scored_model(labels, fused_lm_head, **inputs):  # TRL slices the batch and builds the inputs; we score them
-            ids = F.pad(labels[:, 1:], (0, 1), value=-100)
+            ids = labels[:, -logits_to_keep:]
 
             def score(hidden, head):
+                hidden = hidden[:, -logits_to_keep - 1 : -1]
                 with self._head_precision(hidden):
                     logps, entropy = token_logps(
                         hidden,
@@ -136,11 +140,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                         temperature=self.temperature,
                         **self._head_options(head, self.args.loss_impl),
                     )
-                return dict(log_probs=logps[:, :-1], entropy=entropy[:, :-1])
+                return dict(log_probs=logps, entropy=entropy)
 
             return model(**inputs, score=score)
 
-        return super()._get_per_token_logps_and_entropies(scored_model, *args, **kwargs)
+        return super()._get_per_token_logps_and_entropies(scored_model, *inputs, **kwargs)
 
     def _compute_loss(self, model, inputs):
         if self.args.loss_impl == "trl":
@@ -155,7 +159,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         def score(hidden, head):
             nonlocal stats
-            if training and self.receipt is None and self.args.verify_first_batch:
+            if training and self.receipt is None and self.args.verify_first_batch and receipt.can_tell(self, inputs):
                 self.receipt = receipt.verify(self, inputs, hidden.detach(), head)
             loss, stats = self.head_loss(hidden, head, inputs, self.args.loss_impl)
             return dict(loss=loss)
@@ -176,14 +180,17 @@ class GRPOTrainer(trl.GRPOTrainer):
     def head_loss(self, hidden, head, inputs, impl):
         """``grpo_loss`` of a batch as TRL prepares it, before the division by the accumulation steps.
 
-        ``hidden`` ``(B, P + T, H)`` covers prompt and completion: the positions that predict the completion are
-        scored in place, without a copy. Returns ``(loss, stats)`` with stats of ``(B, P + T)``.
+        ``hidden`` ``(B, P + T, H)`` covers prompt and completion. The chunked head scores the positions that predict
+        the completion in place, without a copy; the naive one gets them alone, or it would make logits of the prompt.
+        Returns ``(loss, stats)`` with stats of ``(B, P + T)`` or ``(B, T)``.
         """
         T = inputs["completion_ids"].shape[1]
-        left = hidden.shape[1] - T - 1
+        left, right = hidden.shape[1] - T - 1, 1
+        if impl == "naive":
+            hidden, left, right = hidden[:, left:-1], 0, 0
 
         def spread(x):
-            return x if x is None or x.shape[1:] != (T,) else F.pad(x, (left, 1))
+            return x if x is None or x.shape[1:] != (T,) else F.pad(x, (left, right))
 
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:  # num_items_in_batch spans the generation batch, which is trained on in as many parts
@@ -253,7 +260,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         totals = self.accelerator.reduce(totals, reduction="sum")
         values = {name: totals[i, 0] / totals[i, 1].clamp(min=1.0) for i, name in enumerate(names)}
         for name, x in stats.extremes.items():
-            values[name] = (nanmin if name.endswith("min") else nanmax)(self.accelerator.gather(x))
+            extreme = nanmin if name.endswith("min") else nanmax
+            values[name] = extreme(self.accelerator.gather(extreme(x)))  # ranks may hold different numbers of sequences
         if self.objective.entropy_coef != 0.0:
             in_window = self.loss_type in ("dapo", "cispo", "vespo")  # TRL logs these after its accumulation factor
             policy_loss = stats.policy_loss / (accumulation if in_window else 1.0)

@@ -295,6 +295,71 @@ def test_fp16_keeps_gradients_that_a_batch_average_makes_tiny(impl, seed):
     assert relative(grads["hidden"], exact["hidden"]) < 5e-3 and relative(grads["weight"], exact["weight"]) < 5e-3
 
 
+@pytest.mark.parametrize("impl", ["naive", "chunked"])
+def test_fp16_has_room_for_large_advantages(impl, seed):
+    x = random_inputs(B=8, T=16, H=64, V=301, dtype=torch.float16, off_policy=False)
+    x["advantages"] = torch.randn(8) * 1000
+    _, exact, _ = loss_and_grads(x, torch.float64)
+    _, grads, _ = loss_and_grads(x, impl=impl)
+    assert relative(grads["hidden"], exact["hidden"]) < 5e-3 and relative(grads["weight"], exact["weight"]) < 5e-3
+
+
+def test_many_chunks_do_not_add_up_rounding_errors(seed):
+    x = random_inputs(B=16, T=48, H=64, V=301, dtype=torch.bfloat16, off_policy=False)
+    _, exact, _ = loss_and_grads(x, torch.float64)
+    errors = [relative(loss_and_grads(x, chunk_tokens=C)[1]["weight"], exact["weight"]) for C in (4, 1024)]
+    assert errors[0] < 1.2 * errors[1]
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 1 / 7])
+def test_bf16_gradients_keep_their_scale(factor, seed):
+    x = random_inputs(B=16, T=48, H=64, V=301, dtype=torch.bfloat16, off_policy=False)
+    _, exact, _ = loss_and_grads(x, torch.float64, grad_scale=factor)
+    _, grads, _ = loss_and_grads(x, grad_scale=factor)
+    for name, grad in grads.items():  # the projection on the exact gradient shows a common factor, not the noise
+        g, e = grad.double().flatten(), exact[name].double().flatten()
+        assert abs((g @ e) / (e @ e) - 1) < 3e-4, name
+
+
+def test_a_bias_with_fp32_logits(seed):
+    x = random_inputs(B=8, T=16, H=64, V=301, dtype=torch.bfloat16, bias=True, off_policy=False)
+    _, exact, exact_stats = loss_and_grads(x, torch.float64)
+    _, grads, stats = loss_and_grads(x, logits_fp32=True)
+    assert relative(stats.logps, exact_stats.logps) < 1e-5
+    assert all(relative(grads[name], exact[name]) < 5e-3 for name in grads)
+
+
+def test_vespo_weighs_ratios_of_zero(seed):
+    x = random_inputs()
+    x["importance_ratio"][:, ::2] = 0
+    objective = Objective(loss_type="vespo")
+    expected, got = (loss_and_grads(x, impl=impl, objective=objective) for impl in ("naive", "chunked"))
+    assert relative(got[1]["hidden"], expected[1]["hidden"]) < 1e-9
+
+
+def test_without_gradients(seed):
+    x = random_inputs()
+    expected, _, _ = loss_and_grads(x)
+    for context in (torch.no_grad, torch.inference_mode):
+        for objective in (Objective(), Objective(importance_sampling_level="sequence")):
+            with context():
+                loss, _ = grpo_loss(**x, objective=objective)
+            assert not loss.requires_grad and torch.isfinite(loss)
+        with context():
+            on_policy = {k: v for k, v in x.items() if k not in ("old_logps", "importance_ratio")}
+            assert not grpo_loss(**on_policy)[0].requires_grad
+            assert torch.equal(grpo_loss(**x)[0], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_entropy_quantile": 0.5}])
+def test_second_derivatives_are_refused(options, seed):
+    x = random_inputs(off_policy=False)
+    hidden = x["hidden"].requires_grad_()
+    loss, _ = grpo_loss(**x, objective=Objective(**options))
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_a_second_backward_pass_raises(seed):
     x = random_inputs(off_policy=False)
     x["hidden"].requires_grad_()
@@ -372,6 +437,14 @@ def bad(**change):
         (bad(), {"chunk_tokens": "all"}, "chunk_tokens: got 'all'"),
         (bad(), {"backend": "cuda"}, "backend='cuda'"),
         (bad(), {"softcap": 0.0}, "softcap=0.0"),
+        (bad(), {"softcap": float("inf")}, "softcap=inf"),
+        (bad(), {"logit_scale": None}, "logit_scale=None"),
+        (bad(), {"num_items": 0}, "num_items: got 0"),
+        (bad(), {"num_items": torch.ones(2)}, "num_items: got shape (2,)"),
+        (bad(), {"objective": "grpo"}, "objective: got 'grpo'"),
+        (bad(mask=[[1]]), {}, "mask: got [[1]]"),
+        (bad(token_ids=lambda x: x["token_ids"].to(torch.uint8)), {}, "token_ids: got torch.uint8"),
+        (bad(hidden=lambda x: x["hidden"][:0]), {}, "hidden: got shape (0, 9, 16)"),
     ],
 )
 def test_bad_input_names_the_argument_and_what_was_expected(change, options, message, impl, seed):
@@ -390,11 +463,24 @@ def test_bad_input_names_the_argument_and_what_was_expected(change, options, mes
         ("top_entropy_quantile", 0.0),
         ("top_entropy_quantile", 1.5),
         ("delta", 0.0),
+        ("epsilon", None),
+        ("epsilon", -0.1),
+        ("temperature", "1"),
+        ("temperature", float("inf")),
+        ("beta", float("nan")),
+        ("sapo_temperature_neg", 0.0),
     ],
 )
 def test_bad_objectives_name_the_field(field, value):
     with pytest.raises(ValueError, match=f"{field}={value!r}"):
         Objective(**{field: value})
+
+
+def test_a_quantised_weight_is_refused(seed):
+    x = random_inputs(off_policy=False)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"weight: got {dtype}.*a quantised head cannot be read"):
+            grpo_loss(**(x | {"weight": x["weight"].to(dtype)}))
 
 
 def test_dr_grpo_needs_its_length_and_vespo_its_ratios(seed):

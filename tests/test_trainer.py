@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -137,8 +138,100 @@ def test_bf16_autocast_and_fp32_head(tiny, tmp_path):
         t = trained(model, tmp_path, more={"processing_class": tokenizer}, **options)
         assert t.receipt["passed"]
         dtypes = {check["case"]: check["dtype"] for check in t.receipt["checks"]}
-        as_trained = "float32" if "cast_lm_head_to_fp32" in options else "bfloat16"
-        assert dtypes == {"as trained": as_trained, "off-policy": "float32"}
+        first = "float32" if "cast_lm_head_to_fp32" in options else "bfloat16"
+        assert dtypes == {"on-policy": first, "off-policy": "float32"}
+
+
+ROUNDING = {  # options under which bf16 rounding decides what is clipped, masked or weighted
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4,
+                 steps_per_generation=4),
+    "quantile": dict(top_entropy_quantile=0.2),
+    "off-policy-mask": dict(off_policy_mask_threshold=1e-3, num_iterations=2),
+    "vespo": dict(loss_type="vespo", steps_per_generation=4, max_completion_length=48),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ROUNDING.values(), ids=ROUNDING)
+@pytest.mark.parametrize("loss_impl", ["chunked", "naive"])
+def test_receipts_of_bf16_runs_do_not_hang_on_rounding(tiny, tmp_path, loss_impl, options):
+    model = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    t = trained(tiny, tmp_path, steps=1, loss_impl=loss_impl, bf16=True, **model, **options)
+    assert t.receipt["passed"]
+
+
+def test_an_fp32_head_trains_outside_autocast(tiny, tmp_path, monkeypatch):
+    from grpo_lab import chunked
+
+    seen, run = [], chunked.Sweep.__call__
+    monkeypatch.setattr(chunked.Sweep, "__call__", lambda s, *a, **k: seen.append(s.numerics.dtype) or run(s, *a, **k))
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZE, tie_word_embeddings=False))
+    more = {"processing_class": transformers.AutoTokenizer.from_pretrained(tiny)}
+    options = dict(bf16=True, num_iterations=2, verify_first_batch=False)
+    trained(model, tmp_path, more=more, cast_lm_head_to_fp32=True, **options)
+    assert seen and set(seen) == {torch.float32}
+    seen.clear()
+    trained(model, tmp_path, more=more, **options)
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_the_receipt_waits_for_scored_tokens_and_names_bad_states(tiny, tmp_path, monkeypatch):
+    t = trained(tiny, tmp_path, mask_truncated_completions=True, max_completion_length=1, steps=1)
+    assert t.receipt is None
+    t = trainer(tiny, tmp_path)
+    monkeypatch.setattr(
+        receipt, "_part_that_fits", lambda i, h, head, cut=receipt._part_that_fits: cut(i, h * torch.nan, head)
+    )
+    with pytest.raises(receipt.ReceiptError, match="hidden states are not finite"):
+        t.train()
+
+
+def test_the_receipt_cuts_what_does_not_fit(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(receipt, "CPU_BYTES", 0)
+    monkeypatch.setattr(receipt, "_MIN_TOKENS", 7)
+    t = trained(tiny, tmp_path, steps=1, loss_type="grpo")
+    assert t.receipt["passed"] and t.receipt["sequences"] == 1 and t.receipt["tokens"] <= 7
+
+
+def test_a_subclass_with_a_loss_of_its_own(tiny, tmp_path):
+    class Regularised(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) + 1e-3 * sum(p.pow(2).sum() for p in self.model.parameters())
+
+    assert trained(tiny, tmp_path, cls=Regularised).receipt["passed"]
+
+
+TWO_RANKS = """
+import sys
+sys.path.insert(0, TESTS)
+from test_trainer import GRPOConfig, GRPOTrainer, logged, trained
+import trl, torch
+
+
+def often_equal(completions, **_):
+    return [float("w7" in c or "w8" in c) for c in completions]
+
+
+def run(**options):
+    t = trained(sys.argv[1], sys.argv[2], reward=often_equal, per_device_train_batch_size=4, **options)
+    return [row["grad_norm"] for row in logged(t)], t
+
+for options in (dict(loss_type="grpo", steps=4), dict(loss_type="cispo", top_entropy_quantile=0.5, steps=3)):
+    expected, _ = run(config=trl.GRPOConfig, cls=trl.GRPOTrainer, **options)
+    for skip in (False, True):
+        norms, t = run(skip_zero_advantage=skip, **options)
+        assert all(abs(a - b) < 1e-4 * max(1, b) for a, b in zip(norms, expected)), (norms, expected)
+        assert t.receipt["passed"]
+print("two ranks agree", expected)
+"""
+
+
+def test_two_processes(tiny, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(f"TESTS = {str(Path(__file__).parent)!r}" + TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
+               "--rdzv_endpoint=localhost:0", str(script), str(tiny), str(tmp_path / "out")]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and run.stdout.count("two ranks agree") == 2, run.stderr[-3000:]
 
 
 SCRIPT = """
@@ -176,7 +269,7 @@ def test_receipt_of_a_right_loss(tiny, tmp_path):
     t = trained(tiny, tmp_path, steps=1, loss_type="grpo", beta=0.05)
     assert t.receipt["passed"] and t.receipt["step"] == 1 and t.receipt["loss_impl"] == "chunked"
     cases = {(check["case"], check["against"]) for check in t.receipt["checks"]}
-    assert cases == {(case, ref) for case in ("as trained", "off-policy") for ref in ("naive", "trl")}
+    assert cases == {(case, ref) for case in ("on-policy", "off-policy") for ref in ("naive", "trl")}
     assert all(set(check["errors"]) == {"loss", "d_hidden", "d_weight"} for check in t.receipt["checks"])
     assert json.loads((tmp_path / "receipt.json").read_text()) == t.receipt
     for key in ("entropy", "clip_ratio/low_mean"):
@@ -285,6 +378,7 @@ def test_flags_of_2025(tmp_path):
     [
         (dict(loss_impl="fast"), "loss_impl='fast'"),
         (dict(loss_impl="trl", use_liger_loss=True), "use_liger_loss=True contradicts"),
+        (dict(loss_impl="naive", use_liger_loss=True), "use_liger_loss=True contradicts"),
         (dict(use_adaptive_entropy=True), "use_adaptive_entropy=True"),
         (dict(chunk_tokens="many"), "chunk_tokens='many'"),
         (dict(chunk_tokens=0), "chunk_tokens=0"),
