@@ -189,17 +189,23 @@ def _batches_of_like_length(lengths, batch_size, generator, window=20):
 
 # fmt: off
 WARM_START = dict(
-    demonstrations=150_000, right=0.40, unmarked=0.10,
-    steps=3000, batch_size=128, learning_rate=3e-3, weight_decay=0.1,
+    demonstrations=200_000, right=0.33, unmarked=0.10, pages=100_000,
+    steps=5000, batch_size=144, learning_rate=3e-3, weight_decay=0.1,
 )
 # fmt: on
 
 
 def warm_start(
-    model, tokenizer, seed, *, demonstrations, right, unmarked, steps, batch_size, learning_rate, weight_decay
+    model, tokenizer, seed, *, demonstrations, right, unmarked, pages, steps, batch_size, learning_rate, weight_decay
 ):
-    """Trains `model` on demonstrations: cross-entropy over their completions, AdamW, cosine schedule."""
-    rows = tasks.demonstrations(demonstrations, seed, right, unmarked)
+    """Trains `model` on mostly wrong demonstrations and on pages of right sums (`tasks.practice`), mixed.
+
+    Cross-entropy over their completions, AdamW, warm-up and cosine schedule; a line of progress every 5 s.
+    """
+    from datasets import concatenate_datasets
+
+    demos = tasks.demonstrations(demonstrations, seed, right, unmarked).remove_columns("answer")
+    rows = concatenate_datasets([demos, tasks.practice(pages, seed)])
     prompts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
     heads = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     tails = tokenizer([text + END for text in rows["completion"]], add_special_tokens=False)["input_ids"]
@@ -238,7 +244,7 @@ def warm_start(
 # fmt: off
 TINY_GRPO = dict(
     learning_rate=3e-4, lr_scheduler_type="constant", max_steps=150,
-    per_device_train_batch_size=128, num_generations=8, max_completion_length=40,
+    per_device_train_batch_size=128, num_generations=8, max_completion_length=32,
     loss_type="dapo", beta=0.0, bf16=False, gradient_checkpointing=False,
 )
 # fmt: on

@@ -9,108 +9,94 @@ set from the hub or from local jsonl files. Nothing here needs torch: `datasets`
 import json
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 NAMES = ("Mia", "Tom", "Ana", "Ben", "Lea", "Sam", "Eva", "Max", "Zoe", "Leo")
 OBJECTS = ("apples", "books", "cards", "coins", "cups", "eggs", "pens", "shells", "stones", "stamps", "toys", "beads")
 HOLDERS = (("bag", "bags"), ("box", "boxes"), ("jar", "jars"), ("basket", "baskets"))
-OPERANDS = range(2, 21)
-LARGEST = 99  # of every result, so that a number is one or two digit tokens
+OPERANDS = range(2, 10)  # the second number of a step
+LARGEST = 99  # of first numbers and results
 
-# Wordings, by split. {n} owns the things, {m} is another person, {o} the things, {h} and {hs} a holder; {a} and {b} the
-# numbers of the step. The held-out ones recombine words that the training ones use: a new sentence, no new word.
-BEGIN = {
-    "train": (
-        "{n} has {a} {o}.",
-        "{n} starts with {a} {o}.",
-        "{n} finds {a} {o}.",
-        "At first {n} has {a} {o}.",
-        "There are {a} {o} and {n} takes them all.",
-    ),
-    "heldout": ("{n} gets {a} {o}.", "At first {n} finds {a} {o}."),
-}
+
+def _wordings(*parts):
+    """Every combination of one string from each part, as {"train": [...], "heldout": [...]}.
+
+    About a quarter is held out, on a diagonal: each part occurs in training, only not in that combination.
+    """
+    found = {"train": [], "heldout": []}
+    for chosen in product(*(enumerate(part) for part in parts)):
+        split = "heldout" if sum(i for i, _ in chosen) % 4 == 3 else "train"
+        found[split].append(" ".join(text for _, text in chosen) + ".")
+    return found
+
+
+def _together(*groups):
+    return {split: [wording for group in groups for wording in group[split]] for split in ("train", "heldout")}
+
+
+# {n} owns the things, {m} is another person, {o} the things, {h} and {hs} a holder; {a} and {b} a step's numbers.
+_MORE = ("{b} more", "{b} {o}", "{b} more {o}")
+_SOME = ("{b}", "{b} {o}", "{b} of them", "{b} of the {o}")
+_THEM = ("them", "the {o}", "all of them", "all the {o}")
+BEGIN = _wordings(
+    ("{n} has", "{n} finds", "{n} buys", "{n} gets", "{n} makes"), ("{a} {o}", "{a} {o} at first", "{a} {o} today")
+)
 CHANGE = {
-    "+": {
-        "train": (
-            "{n} buys {b} more.",
-            "{n} buys {b} {o}.",
-            "{m} gives {n} {b} more {o}.",
-            "{m} gives {n} {b} more.",
-            "Then {n} finds {b} more {o}.",
-            "Then {n} makes {b} more.",
-            "{n} gets {b} {o} from {m}.",
-            "{n} gets {b} more from {m}.",
-            "{m} buys {b} {o} for {n}.",
-        ),
-        "heldout": ("Then {m} gives {n} {b} {o}.", "{n} makes {b} more {o}.", "{m} finds {b} more {o} for {n}."),
-    },
-    "-": {
-        "train": (
-            "{n} gives {b} to {m}.",
-            "{n} gives {b} {o} to {m}.",
-            "{n} loses {b} of them.",
-            "Then {n} loses {b} {o}.",
-            "{n} sells {b} of the {o}.",
-            "Then {n} sells {b}.",
-            "{m} takes {b} of them.",
-            "{m} takes {b} {o} from {n}.",
-            "{n} uses {b} of the {o}.",
-        ),
-        "heldout": ("Then {n} gives {b} of them to {m}.", "{n} sells {b} {o} to {m}.", "Then {n} uses {b}."),
-    },
+    "+": _together(
+        _wordings(("{n} buys", "{n} finds", "{n} makes", "{n} gets", "{m} gives {n}"), _MORE),
+        _wordings(("{m} buys", "{m} finds", "{m} makes"), _MORE, ("for {n}",)),
+        _wordings(("{n} gets", "{n} buys"), _MORE, ("from {m}",)),
+    ),
+    "-": _together(
+        _wordings(("{n} loses", "{n} sells", "{n} uses", "{n} breaks"), _SOME),
+        _wordings(("{n} gives", "{n} sells"), _SOME, ("to {m}",)),
+        _wordings(("{m} takes",), _SOME, ("from {n}",)),
+    ),
 }
 BEGIN_WITH = {  # a beginning that is itself a step
-    "*": {
-        "train": (
-            "{n} has {a} {hs} with {b} {o} in each {h}.",
-            "{n} has {a} {hs} and there are {b} {o} in each {h}.",
-            "{n} fills {a} {hs} with {b} {o} each.",
-            "There are {a} {hs} with {b} {o} in each and {n} takes them all.",
-            "{n} buys {a} {hs} with {b} {o} each.",
+    "*": _wordings(
+        ("{n} has {a} {hs}", "{n} finds {a} {hs}", "{n} buys {a} {hs}"),
+        ("with {b} {o}", "and there are {b} {o}"),
+        ("in each", "in each {h}", "in every {h}"),
+    ),
+    "/": _wordings(
+        (
+            "{a} {o} are for {b} friends.",
+            "There are {a} {o} for {b} friends.",
+            "{a} {o} are shared between {b} friends.",
         ),
-        "heldout": (
-            "{n} finds {a} {hs} with {b} {o} in each {h}.",
-            "{n} buys {a} {hs} and there are {b} {o} in each.",
-        ),
-    },
-    "/": {
-        "train": (
-            "{a} {o} are shared equally between {b} friends. {n} is one of them.",
-            "There are {a} {o} for {b} friends. {n} gets an equal share.",
-            "{n} and the friends share {a} {o} equally. They are {b} friends.",
-        ),
-        "heldout": (
-            "There are {a} {o}. They are shared equally between {b} friends. {n} is one of them.",
-            "{a} {o} are for {b} friends and {n} gets an equal share.",
-        ),
-    },
+        ("{n} gets an equal share", "{n} takes an equal share", "{n} is one of them", "{n} is one of the friends"),
+    ),
 }
-FINISH = {  # a last step: (wording, who the question is about)
-    "*": {
-        "train": (
-            ("{m} has {b} times as many {o} as {n}.", "{m}"),
-            ("{m} has {b} times as many.", "{m}"),
-            ("Then {m} finds {b} times as many as {n} has.", "{m}"),
-            ("{m} buys {b} times as many {o} as {n} has.", "{m}"),
+FINISH = {  # a last step: (who the question is about, wordings)
+    "*": [
+        (
+            "{m}",
+            _wordings(
+                ("{m} has {b} times as many", "{m} finds {b} times as many", "{m} buys {b} times as many"),
+                ("as {n}", "as {n} has", "{o} as {n}", "{o} as {n} has"),
+            ),
+        )
+    ],
+    "/": [
+        (
+            "each friend",
+            _together(
+                _wordings(("{n} shares",), _THEM, ("equally between {b} friends", "between {b} friends, equally")),
+                _wordings(("{n} gives",), _THEM, ("equally to {b} friends", "to {b} friends, equally")),
+            ),
         ),
-        "heldout": (
-            ("{m} gets {b} times as many {o}.", "{m}"),
-            ("Then {m} buys {b} times as many as {n}.", "{m}"),
+        (
+            "each {h}",
+            _together(
+                _wordings(("{n} puts",), _THEM, ("equally into {b} {hs}", "into {b} {hs}, equally")),
+                _wordings(("{n} fills {b} {hs} equally with",), _THEM),
+            ),
         ),
-    },
-    "/": {
-        "train": (
-            ("{n} shares them equally between {b} friends.", "each friend"),
-            ("{n} shares the {o} between {b} friends, an equal share for each friend.", "each friend"),
-            ("Then {n} puts the {o} into {b} {hs}, equally many in each {h}.", "each {h}"),
-            ("{n} fills {b} {hs} equally with them.", "each {h}"),
-        ),
-        "heldout": (
-            ("{n} puts them equally into {b} {hs}.", "each {h}"),
-            ("Then {n} shares all the {o} equally between {b} friends.", "each friend"),
-        ),
-    },
+    ],
 }
+LINK = ("", "Then ", "Later ")
 ASK = (
     "How many {o} does {who} have?",
     "How many {o} does {who} have now?",
@@ -118,6 +104,7 @@ ASK = (
     "How many {o} does {who} have then?",
 )
 NEW_WORDING_SHARE = 0.5  # of the held-out problems; the others have new operands in wordings seen in training
+MISREAD_SHARE = 0.3  # of the careless demonstrations; the others have wrong operators
 
 
 @dataclass(frozen=True)
@@ -211,11 +198,11 @@ def _problem(rng, split):
             if i == 0:
                 sentences.append(rng.choice(BEGIN[words]).format(**names))
             if operator in CHANGE:
-                sentences.append(rng.choice(CHANGE[operator][words]).format(**names))
+                wordings = CHANGE[operator]
             else:
-                sentence, subject = rng.choice(FINISH[operator][words])
-                sentences.append(sentence.format(**names))
+                subject, wordings = rng.choice(FINISH[operator])
                 who = subject.format(**names)
+            sentences.append(rng.choice(LINK) + rng.choice(wordings[words]).format(**names))
         steps.append(Step(who[0].upper() + who[1:], a, operator, b, result, things))
     sentences.append(rng.choice(ASK).format(o=things, who=who))
     return Problem(" ".join(sentences), tuple(steps), new_wording)
@@ -237,10 +224,10 @@ def problems(n, seed, split="train"):
 def arithmetic_problems(n, seed, split="train"):
     """`n` generated word problems as a `datasets.Dataset`, the same for a given (seed, split) on every platform.
 
-    Columns: `prompt` (chat messages), `answer` (the number as a string), `solution` (steps, then `#### N`). Operands
-    run from 2 to 20, dividends and results to 99. split="heldout": every step's operand pair is one that no training
-    problem or demonstration contains in either order, and half of the problems are in wordings that none of them has.
-    Raises ValueError for n < 1 and for an unknown split.
+    Columns: `prompt` (chat messages), `answer` (the number as a string), `solution` (steps, then `#### N`). A step's
+    first number and its result go up to 99, its second number from 2 to 9. split="heldout": no training problem and no
+    demonstrated problem has any of its operand pairs, in either order, and half of its problems are in wordings that
+    none of those has. Raises ValueError for n < 1 and for an unknown split.
     """
     drawn = problems(n, seed, split)
     return _dataset([p.question for p in drawn], answer=[p.answer for p in drawn], solution=[p.solution for p in drawn])
@@ -249,17 +236,16 @@ def arithmetic_problems(n, seed, split="train"):
 def _careless(rng, steps):
     """The same steps done carelessly; None where that has no valid result.
 
-    Half the time the numbers are misread, else every operator is wrong, mostly + for any other. Each line still
-    calculates right, so that the warm start learns to, from nothing but the line itself. With + and - no line has a
-    held-out pair. Misread lines practise the whole tables of * and /: a small model knows a product by heart or not at
-    all, so that there a held-out pair is new in a problem only.
+    Either the numbers are misread or every operator is wrong, mostly + for any other. Each line still calculates
+    right, so that the warm start learns to calculate from what the line says. No line has a held-out pair with + or -;
+    misread ones practise the whole tables of * and /, as `practice` does.
     """
-    if rng.random() < 0.5:
+    if rng.random() < MISREAD_SHARE:
         chain = _numbers(rng, [step.operator for step in steps], "lines")
         return [replace(s, a=a, b=b, result=result) for s, (a, b, result) in zip(steps, chain, strict=True)]
     value, changed = steps[0].a, []
     for step in steps:
-        operator = rng.choice([o for o in "++++++-*/" if o != step.operator])
+        operator = rng.choice([o for o in 12 * "+" + "-*/" if o != step.operator])
         result = _result(value, operator, step.b, "train")
         if result is None:
             return None
@@ -268,7 +254,7 @@ def _careless(rng, steps):
     return changed
 
 
-def demonstrations(n, seed, right=0.40, unmarked=0.10):
+def demonstrations(n, seed, right=0.33, unmarked=0.10):
     """`n` solved training problems, most of them wrongly: columns `prompt`, `completion` (text), `answer` (right).
 
     A share `right` has the right operators and the `#### N` line, a share `unmarked` lacks that line, and the others
@@ -283,7 +269,7 @@ def demonstrations(n, seed, right=0.40, unmarked=0.10):
     questions, completions, answers = [], [], []
     for _ in range(n):
         marker = rng.random() >= unmarked
-        careless = rng.random() >= right / (1 - unmarked)
+        careless = rng.random() * (1 - unmarked) >= right
         steps = None
         while steps is None:
             problem = _problem(rng, "train")
@@ -292,6 +278,29 @@ def demonstrations(n, seed, right=0.40, unmarked=0.10):
         completions.append(write_solution(steps, marker))
         answers.append(problem.answer)
     return _dataset(questions, completion=completions, answer=answers)
+
+
+def practice(n, seed):
+    """`n` pages of two to six right sums, columns `prompt` and `completion`, to learn to calculate from.
+
+    They spread over all valid sums, without held-out pairs for + and -. The tables of * and / are practised whole: a
+    small model knows a product by heart or not at all, so that there a held-out pair is new in a problem only.
+    """
+    rng = random.Random(f"practice {seed}")
+    sums = {
+        operator: [
+            (a, operator, b, result)
+            for a in range(2, LARGEST + 1)
+            for b in OPERANDS
+            if (result := _result(a, operator, b, "lines")) is not None
+        ]
+        for operator in "+-*/"
+    }
+    pages = [
+        [Step(rng.choice(NAMES), *rng.choice(sums[rng.choice("+-*/")]), rng.choice(OBJECTS)) for _ in range(lines)]
+        for lines in rng.choices(range(2, 7), k=n)
+    ]
+    return _dataset(["How many?"] * n, completion=["\n".join(map(str, page)) for page in pages])
 
 
 def _dataset(questions, **columns):
@@ -340,5 +349,10 @@ def _jsonl_rows(path, split):
             f"path={str(path)!r}: no file {file}. Pass a folder that holds train.jsonl and test.jsonl, or a jsonl "
             "file; without path the hub's openai/gsm8k is read."
         )
-    with open(file, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number}: not JSON ({error}); expected one object a line") from error
+    return rows

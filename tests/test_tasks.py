@@ -37,7 +37,7 @@ def test_solutions_are_right_and_end_in_the_answer(seed, split):
         assert all(value(a, op, b) == result for a, op, b, result in steps)
         assert all(first[3] == second[0] for first, second in zip(steps, steps[1:], strict=False))
         assert row["solution"].endswith(f"\n#### {row['answer']}") and int(row["answer"]) == steps[-1][3]
-        assert all(2 <= b <= 20 and max(a, result) <= tasks.LARGEST for a, _, b, result in steps)
+        assert all(2 <= b <= 9 and max(a, result) <= tasks.LARGEST for a, _, b, result in steps)
         numbers = sorted(int(x) for x in re.findall(r"\d+", row["prompt"][0]["content"]))
         assert numbers == sorted([steps[0][0], *(step[2] for step in steps)])
 
@@ -57,14 +57,24 @@ def test_heldout_operand_pairs_are_in_no_training_problem_or_demonstration(seed)
     def first_two(prompt):
         return [int(x) for x in re.findall(r"\d+", prompt[0]["content"])][:2]
 
-    train, demos = tasks.problems(3000, seed, "train"), tasks.demonstrations(3000, seed)
     heldout = tasks.problems(3000, seed, "heldout")
     new = pairs(p.solution for p in heldout)
-    assert len(new) > 200
-    assert not new & pairs(p.solution for p in train)
-    assert not pairs((p.solution for p in heldout), "+-") & pairs(demos["completion"], "+-")
-    first = {(min(s.a, s.b), max(s.a, s.b)) for s in (p.steps[0] for p in heldout)}
-    assert not first & {(min(n[:2]), max(n[:2])) for n in map(first_two, demos["prompt"])}
+    assert len(new) > 80
+    assert not new & pairs(p.solution for p in tasks.problems(3000, seed, "train"))
+    demos = tasks.demonstrations(3000, seed)
+    assert not new & {(min(n), max(n)) for n in map(first_two, demos["prompt"])}
+    for texts in (demos["completion"], tasks.practice(1000, seed)["completion"]):
+        assert not pairs((p.solution for p in heldout), "+-") & pairs(texts, "+-")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_practice_is_right_and_covers_the_tables(seed):
+    pages = tasks.practice(3000, seed)["completion"]
+    sums = [line for page in pages for line in lines(page)]
+    assert all(value(a, op, b) == result for a, op, b, result in sums)
+    assert {len(lines(page)) for page in pages} == {2, 3, 4, 5, 6}
+    products = {(a, b) for a, op, b, _ in sums if op == "*"}
+    assert products == {(a, b) for a in range(2, 50) for b in range(2, 10) if a * b <= tasks.LARGEST}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -92,7 +102,7 @@ def test_the_same_seed_gives_the_same_problems_on_every_platform():
     assert rows != tasks.arithmetic_problems(200, 8, "heldout").to_list()
     demos = tasks.demonstrations(200, 7).to_list()
     digest = hashlib.sha256(json.dumps([rows, demos], sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "9ab8ba0988a5dae3"
+    assert digest[:16] == "cc065b55f8effd7f"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -144,6 +154,9 @@ def test_gsm8k_reads_the_hub_rows_and_one_file_alike(monkeypatch, tmp_path):
 def test_gsm8k_names_the_row_that_has_no_answer(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "2"}\n')
     with pytest.raises(ValueError, match="row 2"):
+        tasks.gsm8k("train", path=tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "#### 1"}\nnot json\n')
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 2"):
         tasks.gsm8k("train", path=tmp_path)
 
 
