@@ -156,9 +156,9 @@ def is_heldout(a, b):
 def _result(a, operator, b, pairs):
     """What the step gives, or None unless it is a whole number from 2 to LARGEST and the pair is one of `pairs`:
 
-    "train" or "heldout" ones, or "lines": training pairs, and for * and / all.
+    "train" or "heldout" ones, "lines" (training pairs, and for * and / all), or "any".
     """
-    if is_heldout(a, b) != (pairs == "heldout") and not (pairs == "lines" and operator in "*/"):
+    if pairs != "any" and is_heldout(a, b) != (pairs == "heldout") and not (pairs == "lines" and operator in "*/"):
         return None
     if operator == "/" and a % b:
         return None
@@ -283,8 +283,8 @@ def demonstrations(n, seed, right=0.33, unmarked=0.10):
 def practice(n, seed):
     """`n` pages of two to six right sums, columns `prompt` and `completion`, to learn to calculate from.
 
-    They spread over all valid sums, without held-out pairs for + and -. The tables of * and / are practised whole: a
-    small model knows a product by heart or not at all, so that there a held-out pair is new in a problem only.
+    They spread over all valid sums, held-out pairs too: a small model knows a sum by heart or not at all. What is held
+    out is a pair in a problem: no word problem of the warm start or of GRPO has it as its right step.
     """
     rng = random.Random(f"practice {seed}")
     sums = {
@@ -292,7 +292,7 @@ def practice(n, seed):
             (a, operator, b, result)
             for a in range(2, LARGEST + 1)
             for b in OPERANDS
-            if (result := _result(a, operator, b, "lines")) is not None
+            if (result := _result(a, operator, b, "any")) is not None
         ]
         for operator in "+-*/"
     }

@@ -63,8 +63,7 @@ def test_heldout_operand_pairs_are_in_no_training_problem_or_demonstration(seed)
     assert not new & pairs(p.solution for p in tasks.problems(3000, seed, "train"))
     demos = tasks.demonstrations(3000, seed)
     assert not new & {(min(n), max(n)) for n in map(first_two, demos["prompt"])}
-    for texts in (demos["completion"], tasks.practice(1000, seed)["completion"]):
-        assert not pairs((p.solution for p in heldout), "+-") & pairs(texts, "+-")
+    assert not pairs((p.solution for p in heldout), "+-") & pairs(demos["completion"], "+-")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
