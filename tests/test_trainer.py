@@ -228,8 +228,8 @@ print("two ranks agree", expected)
 def test_two_processes(tiny, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(f"TESTS = {str(Path(__file__).parent)!r}" + TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
-               "--rdzv_endpoint=localhost:0", str(script), str(tiny), str(tmp_path / "out")]  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    command = [*launcher, "--rdzv_endpoint=localhost:0", str(script), str(tiny), str(tmp_path / "out")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0 and run.stdout.count("two ranks agree") == 2, run.stderr[-3000:]
 
