@@ -10,6 +10,7 @@ GEMMs of the same shapes stand beside them as the floor. A provider that is miss
 import argparse
 import csv
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -41,7 +42,8 @@ SMALL = (Shape(8, 64, 128, 8_192, 300, "float32"),)
 
 
 def make_inputs(shape: Shape, device, seed=0) -> dict:
-    """Random inputs of the shape: ragged mask with exactly ``scored`` tokens, advantages normalised in groups of 8."""
+    """Random inputs of the shape: ragged mask with exactly ``scored`` tokens, advantages normalised in groups of 8 where the batch
+    is a multiple of it."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
 
@@ -54,8 +56,9 @@ def make_inputs(shape: Shape, device, seed=0) -> dict:
     while (left := shape.scored - int(lengths.sum())) > 0:  # hand out what the clamp cut off
         room = (lengths < T).nonzero().squeeze(-1)[:left]
         lengths[room] += 1
-    rewards = randn(B).view(-1, min(8, B))
-    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    advantages = randn(B).view(-1, math.gcd(B, 8))
+    if advantages.shape[1] > 1:
+        advantages = (advantages - advantages.mean(1, keepdim=True)) / (advantages.std(1, keepdim=True) + 1e-4)
     return dict(
         hidden=randn(B, T, shape.hidden).to(dtype),
         weight=(randn(shape.vocab, shape.hidden) * shape.hidden**-0.5).to(dtype),
@@ -186,8 +189,10 @@ def bench_step(dtype: str, device, batch=64, prompt=128, completion=512, small=F
             mask[:, prompt - 1 : -1] = 1
 
             def step(model=model, optimiser=optimiser, ids=ids, mask=mask, advantages=advantages, fn=fn):
-                hidden = model.model(ids, use_cache=False).last_hidden_state
-                fn(hidden, model.lm_head.weight, ids.roll(-1, 1), mask, advantages).backward()
+                hidden, targets, scored = model.model(ids, use_cache=False).last_hidden_state, ids.roll(-1, 1), mask
+                if fn is PROVIDERS["naive"]:  # a mask does not save it the logits of the prompt
+                    hidden, targets, scored = (x[:, prompt - 1 : -1] for x in (hidden, targets, scored))
+                fn(hidden, model.lm_head.weight, targets, scored, advantages).backward()
                 optimiser.step()
                 optimiser.zero_grad(set_to_none=True)
 

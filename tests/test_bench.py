@@ -17,7 +17,13 @@ def test_inputs_score_exactly_what_the_shape_says(scored):
     lengths = x["mask"].sum(1)
     assert lengths.sum() == scored and lengths.min() >= 1 and lengths.max() <= 16
     assert torch.equal(x["mask"], (torch.arange(16) < lengths[:, None]).long())
-    assert abs(x["advantages"].sum()) < 1e-5
+    assert abs(x["advantages"].sum()) < 1e-5  # groups of 8
+
+
+@pytest.mark.parametrize("batch", [1, 6, 12, 16])
+def test_advantages_of_any_batch(batch):
+    x = bench.make_inputs(bench.Shape(batch, 16, 8, 101, 5 * batch, "float32"), CPU)
+    assert x["advantages"].shape == (batch,) and torch.isfinite(x["advantages"]).all() and x["advantages"].any()
 
 
 @pytest.mark.parametrize("trainable", [True, False])
