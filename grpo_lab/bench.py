@@ -42,8 +42,8 @@ SMALL = (Shape(8, 64, 128, 8_192, 300, "float32"),)
 
 
 def make_inputs(shape: Shape, device, seed=0) -> dict:
-    """Random inputs of the shape: ragged mask with exactly ``scored`` tokens, advantages normalised in groups of 8 where the batch
-    is a multiple of it."""
+    """Random inputs of the shape: ragged mask with exactly ``scored`` tokens, advantages normalised in
+    groups of 8 where the batch is a multiple of it."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
 
