@@ -174,6 +174,17 @@ def test_an_fp32_head_trains_outside_autocast(tiny, tmp_path, monkeypatch):
     assert set(seen) == {torch.bfloat16}
 
 
+def test_chunk_size_and_fp32_logits_reach_the_chunk_loop(tiny, tmp_path, monkeypatch):
+    from grpo_lab import chunked
+
+    seen, run = set(), chunked.Sweep.__call__
+    watch = lambda s, *a, **k: seen.add((s.C, s.numerics.logits_fp32)) or run(s, *a, **k)  # noqa: E731
+    monkeypatch.setattr(chunked.Sweep, "__call__", watch)
+    options = dict(num_iterations=2, bf16=True, verify_first_batch=False, steps=1)
+    trained(tiny, tmp_path, chunk_tokens=24, logits_fp32=True, **options)
+    assert seen == {(24, True)}
+
+
 def test_the_receipt_waits_for_scored_tokens_and_names_bad_states(tiny, tmp_path, monkeypatch):
     t = trained(tiny, tmp_path, mask_truncated_completions=True, max_completion_length=1, steps=1)
     assert t.receipt is None
@@ -409,6 +420,7 @@ FAMILIES = {
     "Gemma2": dict(final_logit_softcapping=2.0, sliding_window=64, query_pre_attn_scalar=8),
     "Granite": dict(logits_scaling=3.0, embedding_multiplier=2.0),
     "Cohere": dict(logit_scale=0.25),
+    "Phi": {},  # its head has a bias
 }
 
 
@@ -417,11 +429,14 @@ def test_the_head_that_is_read_makes_the_model_s_own_logits(family, seed):
     size = {k: v for k, v in SIZE.items() if k != "head_dim" or family in ("Qwen3", "Gemma2")}
     config = getattr(transformers, f"{family}Config")(**(size | FAMILIES[family]))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if family == "Phi":
+        torch.nn.init.normal_(model.lm_head.bias)
     ids = torch.randint(3, 40, (2, 7))
     with torch.no_grad():
         expected = model(ids).logits
         head = read_head(model)
         z = model.base_model(ids).last_hidden_state @ head.weight.T * head.logit_scale
+        z = z if head.bias is None else z + head.bias
     z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
     torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-6)
 
