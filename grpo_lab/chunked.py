@@ -1,82 +1,95 @@
 """The chunked loss head: full logits never exist, and gradients are computed in the forward pass.
 
-A chunk's logits live in one reused ``(C, V)`` buffer: cuBLAS fills it, one kernel reads it for log-probs and
-entropies, the objective turns those into coefficients, a second kernel overwrites it with the logits gradient, and two
-more GEMMs take that to dH and dW before the next chunk begins. ``loss.py`` holds the public functions.
+cuBLAS fills a buffer with some of the logits, row kernels turn them into log-probs and then into their gradient, and
+more GEMMs take that to dH and dW before the next chunk begins. ``loss.py`` holds the public functions, ``plan.py``
+chooses the buffer.
+
+Wide: the buffer holds a chunk's whole rows ``(C, V)``. Once a row's log-prob is known, the objective gives its
+coefficient and a kernel overwrites the row with its gradient; a coefficient known beforehand needs one kernel, not two.
+Narrow: it holds one tile ``(C, SLICE)``. A tile becomes softmax numerators ``e = exp(logit - peak)`` and adds ``e W``
+to running sums, as in FlashAttention; when a row has seen its vocabulary, its dH is ``c ((1 - p) w - sum(e W) / Z)``,
+w and p the sampled token's own, kept out of the sums, Z the softmax's denominator. The gradient of a head that trains
+takes one more sweep, one vocabulary slice at a time over all tokens, and is written once, in its own dtype.
 
 Routes, by what a token's coefficient depends on (``Objective.coupling``):
   nothing, token   one pass over chunks of packed tokens
   sequence         one pass over chunks of whole sequences, whose last rows stay empty; two phases if a sequence is
                    longer than a chunk
-  batch            two phases: all log-probs first, gradients when the backward pass asks for them
-GEMMs of head size, f the share of tokens with a gradient: 1 + 2f in one pass and 1 + 3f in two phases, f fewer where
-the head is frozen.
+  batch            two phases: all log-probs first, gradients when the backward pass asks for them; narrow also where
+                   the entropy has a gradient
+GEMMs of head size, f the share of tokens with a gradient: wide 1 + 2f (two phases 1 + 3f); narrow 1 + f where the head
+is frozen (two phases 1 + 2f) and 2f more where it trains.
 """
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from grpo_lab.kernels import logits_grad, resolve_backend, row_stats
+from grpo_lab.kernels import absorb, finish, logits_grad, resolve_backend, row_stats
 from grpo_lab.naive import naive_logps
-
-# Bytes of the logits buffer for chunk_tokens="auto". On a GPU small chunks pay for launches and for the fp32 dW that
-# each of them reads and writes; on a CPU large ones leave the cache.
-AUTO_BUFFER_BYTES = {"cuda": 640 << 20, "cpu": 32 << 20}
-# fp16 rounds what is below 6e-5 to few bits, and 1 / V is below it: probabilities are multiplied by this on their way
-# through the gradient GEMMs, which accumulate in fp32.
-FP16_HEADROOM = 256.0
+from grpo_lab.plan import Plan, bins
+from grpo_lab.workspace import Workspace, add_products
 
 
-def plan_chunk(n_tokens: int, vocab: int, itemsize: int, device: torch.device, free_bytes: int | None = None) -> int:
-    """Rows C of the logits buffer for ``n_tokens`` scored tokens: the fewest equal chunks whose buffer stays within
-    ``AUTO_BUFFER_BYTES`` and a quarter of the free device memory."""
-    budget = AUTO_BUFFER_BYTES.get(device.type, AUTO_BUFFER_BYTES["cuda"])
-    if free_bytes is None and device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free_bytes = torch.cuda.mem_get_info(device)[0] + cached
-    if free_bytes is not None:
-        budget = min(budget, free_bytes // 4)
-    most = max(64, budget // (vocab * itemsize))
-    chunks = max(1, -(-n_tokens // most))
-    return -(-max(1, n_tokens) // chunks)
+class Head(NamedTuple):
+    """The differentiable inputs: logits are ``hidden weight.T + bias + lora_states lora_weight.T``."""
+
+    hidden: torch.Tensor  # (B, T, H)
+    weight: torch.Tensor  # (V, H)
+    bias: torch.Tensor | None = None  # (V,)
+    lora_states: torch.Tensor | None = None  # (B, T, r)
+    lora_weight: torch.Tensor | None = None  # (V, r)
+
+    @property
+    def trains(self) -> bool:
+        return any(x is not None and x.requires_grad for x in (self.weight, self.bias, self.lora_weight))
 
 
-def one_pass(sweep, objective, tokens, hidden, weight, bias, coupling):
-    """Loss, log-probs, entropies and diagnostics, with the gradients already computed and attached to the loss."""
-    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    # The logits gradient is rounded to the head's dtype: at its natural size (advantage / N) fp16 would lose it, or
-    # overflow. A power of two moves it to about 1 and back without a rounding error.
-    size = tokens.advantages.abs() * (1.0 if tokens.importance_ratio is None else tokens.importance_ratio.abs())
-    size = torch.cat(
-        [tokens.weight * size.clamp(min=objective.beta), objective.entropy_coef * tokens.entropy_weight[None]]
-    )
-    scale = _power_of_two(size)
-    if any(needs) and coupling == "nothing":
-        zeros = torch.zeros_like(tokens.weight)
-        known = objective.coefficients(zeros, zeros, tokens)[0] / scale
+def one_pass(sweep, objective, tokens, head, coupling):
+    """Loss, log-probs, entropies and diagnostics, with the gradients already computed and attached to the loss.
+    ``tokens()`` is called when the first logits are on their way: a GPU is not left waiting for many small launches."""
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head]
 
-    def coefficients(part, logps, entropy):
-        if coupling == "nothing":
+    @functools.cache
+    def scale_and_known():
+        # The logits gradient is rounded to the head's dtype: at its natural size (advantage / N) fp16 would lose it, or
+        # overflow. A power of two moves it to about 1 and back without a rounding error.
+        t = tokens()
+        size = t.advantages.abs() * (1.0 if t.importance_ratio is None else t.importance_ratio.abs())
+        size = torch.cat([t.weight * size.clamp(min=objective.beta), objective.entropy_coef * t.entropy_weight[None]])
+        scale = _power_of_two(size)
+        if coupling != "nothing":
+            return scale, None
+        zeros = torch.zeros_like(t.weight)
+        return scale, objective.coefficients(zeros, zeros, t)[0] / scale
+
+    def coefficients(part, stats):
+        scale, known = scale_and_known()
+        if known is not None:
             return known[part], None
-        c, e = objective.coefficients(logps[part], entropy[part], tokens[part])
+        c, e = objective.coefficients(stats.logps, stats.entropy, tokens()[part])
         return c / scale, None if e is None else e / scale
 
     with torch.no_grad():
-        (logps, *_, entropy), grads = sweep(hidden, weight, bias, needs, coefficients if any(needs) else None)
-        loss, diagnostics = objective.loss(logps, entropy, tokens)
+        if any(needs):
+            stats, grads = sweep.learn(head, needs, coefficients, beforehand=coupling == "nothing")
+        else:
+            stats = finish(sweep.statistics(head))
+        loss, diagnostics = objective.loss(stats.logps, stats.entropy, tokens())
     if any(needs):
-        loss = _Precomputed.apply(loss, scale, grads, hidden, weight, bias)
-    return loss, logps, entropy, diagnostics
+        loss = _Precomputed.apply(loss, scale_and_known()[0], grads, *head)
+    return loss, stats.logps, stats.entropy, diagnostics
 
 
 class _Precomputed(torch.autograd.Function):
-    """A loss whose gradients exist already: the backward pass only scales them, in place."""
+    """A loss whose gradients exist already: the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx, loss, scale, grads, hidden, weight, bias):
-        ctx.scale, ctx.grads = scale, grads
+    def forward(ctx, loss, scale, grads, *head):
+        ctx.scale, ctx.grads, ctx.dtypes = scale, grads, [None if x is None else x.dtype for x in head]
         return loss.clone()
 
     @staticmethod
@@ -88,53 +101,50 @@ class _Precomputed(torch.autograd.Function):
                 "Call grpo_loss again, or use token_logps where a graph must be kept (retain_graph=True)"
             )
         grads, ctx.grads = ctx.grads, None
-        return None, None, None, *(None if g is None else _multiply(g, grad * ctx.scale) for g in grads)
-
-
-def _multiply(x, factor):
-    """``x *= factor`` with the factor in fp32: rounded to bf16 it would scale a whole gradient wrongly."""
-    if x.dtype.itemsize >= 4:
-        return x.mul_(factor)
-    for part in x.view(-1).split(1 << 24):
-        part.copy_(part.float().mul_(factor))
-    return x
-
-
-def _no_second_derivative():
-    if torch.is_grad_enabled():
-        raise RuntimeError("the chunked loss has no second derivatives (create_graph=True): use impl='naive'")
+        return None, None, None, *_scaled(grads, grad * ctx.scale, ctx.dtypes)
 
 
 class LogProbs(torch.autograd.Function):
     """Log-probs and entropies ``(N,)``; the backward pass recomputes the logits of tokens that have a gradient."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, sweep):
-        (logps, *stats), _ = sweep(hidden, weight, bias)
-        ctx.save_for_backward(hidden, weight, bias, *stats)
+    def forward(ctx, sweep, *head):
+        state = sweep.statistics(Head(*head))
+        ctx.save_for_backward(state, *head)
         ctx.sweep = sweep
         ctx.set_materialize_grads(False)
-        return logps, stats[-1]
+        stats = finish(state)
+        return stats.logps, stats.entropy
 
     @staticmethod
     def backward(ctx, c, e):
         _no_second_derivative()
-        hidden, weight, bias, *stats = ctx.saved_tensors
-        c = torch.zeros_like(stats[-1]) if c is None else c
+        state, *head = ctx.saved_tensors
+        c = torch.zeros_like(state[0]) if c is None else c
         has_grad = c != 0 if e is None else (c != 0) | (e != 0)
         order = has_grad.logical_not().long().argsort(stable=True)[: int(has_grad.sum())]
         c, e = c[order], None if e is None else e[order]
         scale = _power_of_two(c if e is None else torch.cat([c, e]))
-        c, e = c / scale, None if e is None else e / scale
-        _, grads = ctx.sweep.subset(order)(
-            hidden,
-            weight,
-            bias,
-            ctx.needs_input_grad[:3],
-            lambda part, *_: (c[part], None if e is None else e[part]),
-            known=(None, *(x[order] for x in stats)),
+        grads = ctx.sweep.subset(order).learn_known(
+            Head(*head), ctx.needs_input_grad[1:], finish(state[:, order]), c / scale, None if e is None else e / scale
         )
-        return *(None if g is None else g.mul_(scale.to(g.dtype)) for g in grads), None
+        return None, *_scaled(grads, scale, [None if x is None else x.dtype for x in head])
+
+
+def _scaled(grads, factor, dtypes):
+    """The gradients times ``factor`` in their tensors' dtypes, rounded once."""
+    for g, dtype in zip(grads, dtypes, strict=True):
+        if g is not None and g.dtype.itemsize >= 4:
+            g = g.mul_(factor).to(dtype)
+        elif g is not None:  # with a dimension the factor stays in fp32: without, torch would round it to 16 bits first
+            for part in g.view(-1).split(1 << 24):
+                torch.mul(part, factor.reshape(1), out=part)
+        yield g
+
+
+def _no_second_derivative():
+    if torch.is_grad_enabled():
+        raise RuntimeError("the chunked loss has no second derivatives (create_graph=True): use impl='naive'")
 
 
 @dataclass(frozen=True)
@@ -147,137 +157,158 @@ class Numerics:
     temperature: float
 
     @classmethod
-    def of(cls, hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32):
-        device = hidden.device.type
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
-            dtype = torch.get_autocast_dtype(device)
+    def of(cls, head, temperature, softcap, logit_scale, backend, logits_fp32):
+        device = head.hidden.device
+        dtype = torch.promote_types(head.hidden.dtype, head.weight.dtype)
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:  # which autocast leaves alone
+            dtype = torch.get_autocast_dtype(device.type)
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"softcap={softcap!r}: expected None or a number above 0")
         if not isinstance(logit_scale, (int, float)) or not math.isfinite(logit_scale):
             raise ValueError(f"logit_scale={logit_scale!r}: expected a finite number")
-        backend = resolve_backend(backend, hidden.device)
+        backend = resolve_backend(backend, device)
         logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=1.0 / temperature, backend=backend)
         return cls(dtype, logits, logits_fp32 and dtype.itemsize < 4, temperature)
 
     @property
-    def itemsize(self):
-        return 4 if self.logits_fp32 else self.dtype.itemsize
+    def logits_dtype(self):
+        return torch.float32 if self.logits_fp32 else self.dtype
 
-    def naive(self, hidden, weight, bias, token_ids, scored, entropy_grad):
+    def naive(self, head, token_ids, scored, entropy_grad):
+        lora = None if head.lora_states is None else (head.lora_states, head.lora_weight)
         return naive_logps(
-            hidden, weight, token_ids, scored, temperature=self.temperature, bias=bias, softcap=self.logits["softcap"],
-            logit_scale=self.logits["logit_scale"], logits_fp32=self.logits_fp32, entropy_grad=entropy_grad,
+            head.hidden, head.weight, token_ids, scored, bias=head.bias, lora=lora, temperature=self.temperature,
+            softcap=self.logits["softcap"], logit_scale=self.logits["logit_scale"], logits_fp32=self.logits_fp32,
+            entropy_grad=entropy_grad,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The loop over chunks. ``spans`` are ``(start, end, active)``: the chunk's tokens, of which the first ``active``
-    have a gradient."""
+    """The loops over chunks. ``spans`` are ``(start, end, active)``: tokens of a chunk, and whether they have a
+    gradient."""
 
     numerics: Numerics
-    position: torch.Tensor  # (N,) rows of the flattened hidden states
+    plan: Plan
+    position: torch.Tensor  # (N,) indices into the flattened (B, T)
     ids: torch.Tensor  # (N,)
     spans: list
-    C: int
 
     def subset(self, order):
         """The sweep over these tokens alone, all of them with a gradient."""
-        n = len(order)
-        spans = [(a, min(a + self.C, n), min(self.C, n - a)) for a in range(0, n, self.C)]
-        return Sweep(self.numerics, self.position[order], self.ids[order], spans, self.C)
+        return Sweep(
+            self.numerics, self.plan, self.position[order], self.ids[order], cut(len(order), len(order), self.plan.C)
+        )
 
-    def __call__(self, hidden, weight, bias, needs=(False, False, False), coefficients=None, known=None):
-        """Returns ``(logps, peak, log_sum, entropy)``, each ``(N,)`` (see ``row_stats``), and the needed gradients of
-        (hidden, weight, bias).
+    def statistics(self, head):
+        """The kernels' running ``state`` ``(4, N)`` of all tokens."""
+        with _no_autocast(head):
+            work = Workspace(self, head)
+            for a, b, _ in self.spans:
+                work.load(a, b)
+                self._absorb_tiles(work, a, b)
+            return work.state
 
-        ``coefficients(part, logps, entropy)`` gives ``(c, e)`` of the tokens in the slice ``part``; ``known`` are the
-        statistics if an earlier phase has them.
-        """
-        dtype, C = self.numerics.dtype, self.C
-        (V, H), device = weight.shape, hidden.device
-        wide = torch.promote_types(dtype, torch.float32)
-        states = hidden.detach().reshape(-1, H)
-        weight_dtype = weight.dtype
-        weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-        project = _projection(weight, bias, self.numerics.logits_fp32)
-        logps, *stats = known or torch.empty(4, len(self.position), dtype=wide, device=device).unbind()
-        z = _aligned_rows(C, V, wide if self.numerics.logits_fp32 else dtype, device)
-        g = _aligned_rows(C, V, dtype, device) if self.numerics.logits_fp32 and any(needs) else z
-        headroom = FP16_HEADROOM if dtype == torch.float16 else 1.0
-        h = torch.zeros(C, H, dtype=dtype, device=device)
-        d_states = torch.zeros_like(states) if needs[0] else None
-        d_weight = torch.zeros(V, H, dtype=wide, device=device) if needs[1] else None
-        d_bias = torch.zeros(V, dtype=wide, device=device) if needs[2] else None
+    def learn(self, head, needs, coefficients, beforehand):
+        """``(RowStats, gradients)`` in one pass. ``coefficients(part, stats)`` gives ``(c, e)`` of the tokens in the
+        slice ``part``; ``beforehand``: it needs no stats, and there is no e."""
+        with _no_autocast(head):
+            work = Workspace(self, head, needs, self.plan.wide)
+            if self.plan.wide:
+                self._learn_wide(work, coefficients, beforehand)
+                return finish(work.state), work.gradients()
+            c = self._learn_narrow(work, coefficients)
+            stats = finish(work.state)
+            self._weight_by_slices(work, stats, c, None)
+            return stats, work.gradients()
 
-        with torch.autocast(device.type, enabled=False):
+    def learn_known(self, head, needs, stats, c, e):
+        """The gradients, given all statistics (RowStats) and coefficients ``(N,)``."""
+        with _no_autocast(head):
+            work = Workspace(self, head, needs, self.plan.wide)
+            c, e = c * work.gain, None if e is None else e * work.gain
+            for a, b, _ in self.spans:
+                work.load(a, b)
+                sums = [x[: b - a] for x in work.sums]
+                for first, z, g, weights in work.tiles() if work.wide or sums else ():
+                    self._gradient(z, g, slice(a, b), first, stats, c, e)
+                    if work.wide:
+                        work.learn_weight(g, work.grads)
+                        sums = work.products(g)
+                    else:
+                        add_products(sums, g, weights, first)
+                work.learn_rows(slice(a, b), sums)
+            if not work.wide:
+                self._weight_by_slices(work, stats, c, e)
+            return work.gradients()
+
+    def _learn_wide(self, work, coefficients, beforehand):
+        logits = self.numerics.logits
+        for a, b, active in self.spans:
+            part = slice(a, b)
+            work.load(a, b)
+            _, z, g, _ = work.tile(0)
+            ids, state = self.ids[part], work.state[:, part]
+            if not active:
+                row_stats(z, ids, state, **logits)
+                continue
+            if beforehand:
+                row_stats(z, ids, state, grad=g, c=coefficients(part, None)[0] * work.gain, **logits)
+            else:
+                row_stats(z, ids, state, **logits)
+                stats = finish(state)
+                c, e = (x if x is None else x * work.gain for x in coefficients(part, stats))
+                logits_grad(z, g, ids, 0, stats, c, e, **logits)
+            work.learn_weight(g, work.grads)
+            work.learn_rows(part, work.products(g))
+
+    def _learn_narrow(self, work, coefficients):
+        """Statistics, dH, and the coefficients ``(N,)``, ``gain`` times too large, of all tokens."""
+        logits = self.numerics.logits
+        factor = logits["inv_t"] * logits["logit_scale"]
+        all_c = torch.zeros_like(work.state[0])
+        for a, b, active in self.spans:
+            work.load(a, b)
+            sums = [x[: b - a] for x in work.sums] if active else []
+            self._absorb_tiles(work, a, b, sums)
+            if not active:
+                continue
+            state = work.state[:, a:b]
+            stats = finish(state)
+            c = coefficients(slice(a, b), stats)[0]
+            all_c[a:b] = c * work.gain
+            of_own = c * stats.rest * factor
+            if logits["softcap"] is not None:
+                capped = state[3] / (logits["softcap"] * logits["inv_t"])
+                of_own = of_own * (1 - capped * capped)
+            of_sums = (-stats.log_norm).exp() * c * (-factor / work.gain)
+            work.learn_rows(slice(a, b), sums, of_sums, of_own)
+        return all_c
+
+    def _absorb_tiles(self, work, a, b, sums=()):
+        ids, state, logits = self.ids[a:b], work.state[:, a:b], self.numerics.logits
+        for first, z, g, weights in work.tiles():
+            absorb(z, ids, first, state, g if sums else None, sums, work.gain, **logits)
+            if sums:
+                add_products(sums, g, weights, first)
+
+    def _weight_by_slices(self, work, stats, c, e):
+        """The head's gradient, one slice of the vocabulary at a time over all tokens."""
+        for first, grads in work.weight_slices():
             for a, b, active in self.spans:
-                h[: b - a] = states[self.position[a:b]]
-                # All C rows every time, whatever the buffer's tail holds: with one GEMM shape a token gets the same
-                # bits in every call, whoever its neighbours are.
-                project(h, z)
-                if known is None:
-                    part = slice(a, b)
-                    row_stats(
-                        z[: b - a], self.ids[part], logps[part], *(x[part] for x in stats), **self.numerics.logits
-                    )
-                if not active or coefficients is None:
-                    continue
-                part, rows = slice(a, a + active), slice(0, active)
-                c, e = (x if x is None else x * headroom for x in coefficients(part, logps, stats[-1]))
-                logits_grad(z[rows], g[rows], self.ids[part], *(x[part] for x in stats), c, e, **self.numerics.logits)
-                if d_states is not None:
-                    d_chunk = _mm_wide(g[rows], weight)
-                    d_chunk = d_chunk if headroom == 1.0 else d_chunk.div_(headroom)
-                    d_states.index_copy_(0, self.position[part], d_chunk.to(d_states.dtype))
-                if d_weight is not None:
-                    _addmm_wide(d_weight, g[rows].t(), h[rows])
-                if d_bias is not None:
-                    d_bias += g[rows].sum(0, dtype=wide)
-        del z, g, h  # before dW gets its second copy
-        d_hidden = None if d_states is None else d_states.view(hidden.shape)
-        if headroom != 1.0:
-            for x in filter(torch.is_tensor, (d_weight, d_bias)):
-                x.div_(headroom)
-        d_head = (x if x is None else x.to(weight_dtype) for x in (d_weight, d_bias))
-        return (logps, *stats), (d_hidden, *d_head)
+                if active:
+                    work.load(a, b)
+                    _, z, g, _ = work.tile(first)
+                    self._gradient(z, g, slice(a, b), first, stats, c, e)
+                    work.learn_weight(g, grads)
+
+    def _gradient(self, z, g, part, first, stats, c, e):
+        e = None if e is None else e[part]
+        logits_grad(z, g, self.ids[part], first, stats.at(part), c[part], e, **self.numerics.logits)
 
 
-def _aligned_rows(C, V, dtype, device):
-    """An uninitialised ``(C, V)`` buffer whose rows begin at multiples of 128 bytes: GEMMs on odd rows are slow."""
-    step = 128 // dtype.itemsize
-    return torch.empty(C, -(-V // step) * step, dtype=dtype, device=device)[:, :V]
-
-
-def _projection(weight, bias, fp32):
-    """``project(h, out)``: out = h @ weight.T + bias, rounded once."""
-    if not fp32:
-        if bias is None:
-            return lambda h, out: torch.mm(h, weight.t(), out=out)
-        return lambda h, out: torch.addmm(bias, h, weight.t(), out=out)
-    if weight.is_cuda:
-        add_bias = (lambda out: out) if bias is None else (lambda out: out.add_(bias))
-        return lambda h, out: add_bias(torch.mm(h, weight.t(), out_dtype=torch.float32, out=out))
-    weight, bias = weight.float(), None if bias is None else bias.float()
-    return lambda h, out: _projection(weight, bias, False)(h.float(), out)
-
-
-def _mm_wide(a, b):
-    """``a @ b`` in fp32 where the device can: cuBLAS may split a long sum, and would round the parts to bf16."""
-    if a.is_cuda and a.dtype.itemsize < 4:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
-
-
-def _addmm_wide(total, a, b):
-    """``total += a @ b`` in total's fp32, without rounding the product to the factors' dtype first."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+def _no_autocast(head):
+    return torch.autocast(head.hidden.device.type, enabled=False)
 
 
 def _power_of_two(x):
@@ -286,30 +317,26 @@ def _power_of_two(x):
     return torch.exp2(torch.floor(torch.log2(largest.clamp(min=torch.finfo(x.dtype).tiny))))
 
 
+def cut(n_active, n, C):
+    """Spans of at most C tokens, the first n_active with a gradient, the rest without."""
+    parts = ((0, n_active, True), (n_active, n, False))
+    return [(a, min(a + C, end), active) for start, end, active in parts for a in range(start, end, C)]
+
+
 def packed(scored, active, n, n_active, C):
-    """Scored positions, those with a gradient first, and their spans of C tokens."""
-    order = torch.where(active, 0, torch.where(scored, 1, 2)).reshape(-1).argsort(stable=True)
-    spans = [(a, min(a + C, n), min(max(n_active - a, 0), C)) for a in range(0, n, C)]
-    return order[:n], [(a, b, min(active, b - a)) for a, b, active in spans]
+    """Scored positions, those with a gradient first, and their spans."""
+    order = (scored.byte() + active).reshape(-1).sort(stable=True, descending=True).indices
+    return order[:n], cut(n_active, n, C)
 
 
-def whole_sequences(scored, lengths, actives, C):
-    """Scored positions and spans of at most C tokens that cut no sequence: first-fit decreasing, active and inactive
-    sequences apart."""
-    bins = []  # [tokens, active, sequences]
-    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
-        active = actives[i] > 0
-        home = next((bin for bin in bins if bin[1] == active and bin[0] + lengths[i] <= C), None)
-        if home is None:
-            bins.append(home := [0, active, []])
-        home[0] += lengths[i]
-        home[2].append(i)
-    rank = [0] * len(lengths)
+def whole_sequences(scored, sequences, C):
+    """Scored positions and spans of at most C tokens that cut no sequence; ``sequences`` as in ``plan.bins``."""
+    rank = [0] * len(sequences)
     spans, start = [], 0
-    for tokens, is_active, sequences in bins:
-        spans.append((start, start + tokens, tokens if is_active else 0))
+    for tokens, is_active, members in bins(sequences, C):
+        spans.append((start, start + tokens, is_active))
         start += tokens
-        for i in sequences:
+        for i in members:
             rank[i] = len(spans)
     key = torch.tensor(rank, device=scored.device)[:, None].expand(scored.shape)
     return key.masked_fill(~scored, len(spans) + 1).reshape(-1).argsort(stable=True)[:start], spans

@@ -1,13 +1,20 @@
-"""The two per-row kernels of the chunked head, in Triton and as torch twins; nothing else imports triton.
+"""The per-row kernels of the chunked head, in Triton and as torch twins; nothing else imports triton.
 
-``row_stats`` reads a chunk's logits once for log-prob, log-sum-exp and entropy; ``logits_grad`` turns the logits into
-their gradient, in place. Both work in fp32 (float64 in the twins for float64 logits) whatever the logits' dtype.
-The twins run on every device and are the default on a CPU; ``TRITON_INTERPRET=1`` runs the kernels themselves there.
+``absorb`` adds one slice of the vocabulary to a chunk's running row statistics and can leave softmax numerators in the
+logits' place; ``finish`` makes log-probs and entropies of those statistics; ``logits_grad`` turns logits into their
+gradient; ``row_stats`` takes whole rows, gradient included where its coefficients are known beforehand; ``put_rows``
+scatters rows of dH. All work in fp32 (float64 in the twins for float64 logits) whatever the logits' dtype. The twins
+run on every device and are the default on a CPU; ``TRITON_INTERPRET=1`` runs the kernels themselves there.
+
+A logit is ``softcap * tanh(z * logit_scale / softcap) * inv_t``, without the tanh for softcap None; ``inv_t`` is
+1 / temperature. The sampled token is kept out of a row's sums: a confident row's gradient rests on what is left of the
+probability, which ``1 - p`` would lose in fp32.
 """
 
 import functools
 import os
 import warnings
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +24,11 @@ try:
 except ImportError:
     triton = None
 
+SLICE = 8192  # columns that one program takes at a time
+_WARPS = 8  # of a program over a SLICE
+_GRAD_BLOCK = 2048
+_SLACK = 5.0  # a row's peak moves only when a logit exceeds it by more: numerators stay below exp(5), fp16 has room
+_LOWEST = -3.0e38  # the first peak: finite, so that no difference is -inf - -inf
 _TWIN_ELEMENTS = 1 << 19  # fp32 temporaries of a twin: 2 MiB each, small enough to stay in a CPU's cache
 
 
@@ -46,137 +58,345 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     raise ValueError(f"backend={backend!r}: expected 'torch', 'triton' or 'auto'")
 
 
+# Arguments that may be any number, or lie anywhere, without another compilation
+_VARYING = ("state_stride", "first")
+_UNALIGNED = (
+    "ids_ptr", "state_ptr", "sums_ptr", "sums2_ptr", "peak_ptr", "log_norm_ptr", "rest_ptr", "entropy_ptr", "c_ptr",
+    "bonus_ptr",
+)  # fmt: skip
+_compiled = {}
+
 if triton is not None:
 
     @triton.jit
-    def _to_logits(z, logit_scale, softcap, inv_t, HAS_SOFTCAP: tl.constexpr):
-        z = z * logit_scale
-        if HAS_SOFTCAP:
-            z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)  # tanh
-        return z * inv_t
+    def _load_logits(z_ptr, cols, end, scale, cap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+        """Logits of the columns below end, -inf beyond; ``cap`` is the softcap over the temperature."""
+        if HAS_SCALE or HAS_SOFTCAP:
+            x = tl.load(z_ptr + cols, mask=cols < end, other=0.0).to(tl.float32) * scale
+            if HAS_SOFTCAP:
+                x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)  # tanh
+            return tl.where(cols < end, x, -float("inf"))
+        return tl.load(z_ptr + cols, mask=cols < end, other=-float("inf")).to(tl.float32)
 
     @triton.jit
+    def _add(a1, a2, b1, b2):
+        return a1 + b1, a2 + b2
+
+    @triton.jit
+    def _absorb_block(x, peak, total, dot, SLACK: tl.constexpr):
+        """A row's running statistics after the logits x, the block's numerators, and by what earlier ones shrink."""
+        top = tl.max(x, axis=0)
+        new_peak = tl.where(top > peak + SLACK, top, peak)
+        # Not below -1e30, so that e * shift is 0 where x is -inf; a NaN stays one
+        shift = tl.maximum(x - new_peak, -1e30, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.exp(shift)
+        more_total, more_dot = tl.reduce((e, e * shift), 0, _add)
+        rescale = tl.exp(peak - new_peak)
+        dot = rescale * (dot + (peak - new_peak) * total) + more_dot
+        return new_peak, total * rescale + more_total, dot, e, rescale
+
+    @triton.jit
+    def _rescale_row(ptr, factor, H, BLOCK: tl.constexpr):
+        for start in range(0, H, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            tl.store(ptr + cols, tl.load(ptr + cols, mask=cols < H) * factor, mask=cols < H)
+
+    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+    def _absorb_kernel(
+        z_ptr, z_stride, e_ptr, e_stride, ids_ptr, state_ptr, state_stride, first, width, gain, scale, cap,
+        sums_ptr, H, sums2_ptr, H2, NUMERATORS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+        SLACK: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.arange(0, BLOCK)
+        z_row = z_ptr + row * z_stride
+        x = _load_logits(z_row, cols, width, scale, cap, HAS_SCALE, HAS_SOFTCAP)
+        at = (tl.load(ids_ptr + row) - first).to(tl.int32)
+        state_ptr += row
+        peak = tl.load(state_ptr)
+        total = tl.load(state_ptr + state_stride)
+        dot = tl.load(state_ptr + 2 * state_stride)
+        if (at >= 0) & (at < width):
+            target = _load_logits(z_row, at, width, scale, cap, HAS_SCALE, HAS_SOFTCAP)
+            tl.store(state_ptr + 3 * state_stride, target)
+        x = tl.where(cols == at, -float("inf"), x)
+        new_peak, total, dot, e, rescale = _absorb_block(x, peak, total, dot, SLACK)
+        tl.store(state_ptr, new_peak)
+        tl.store(state_ptr + state_stride, total)
+        tl.store(state_ptr + 2 * state_stride, dot)
+        if NUMERATORS:
+            if HAS_SOFTCAP:
+                t = x / cap
+                e = tl.where(e > 0, e * (1 - t * t), 0.0)
+            tl.store(e_ptr + row * e_stride + cols, (e * gain).to(e_ptr.dtype.element_ty), mask=cols < width)
+            if (new_peak != peak) & (first > 0):
+                _rescale_row(sums_ptr + row * H, rescale, H, 1024)
+                _rescale_row(sums2_ptr + row * H2, rescale, H2, 1024)
+
+    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
     def _row_stats_kernel(
-        z_ptr, z_stride, ids_ptr, logp_ptr, peak_ptr, log_sum_ptr, entropy_ptr, V, logit_scale, softcap, inv_t,
-        HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, state_ptr, state_stride, c_ptr, V, scale, cap, GRAD: tl.constexpr,
+        HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SLACK: tl.constexpr, LOWEST: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         z_row = z_ptr + row * z_stride
-        # Running max m, s = sum exp(z - m), d = sum exp(z - m) (z - m). A finite start keeps -inf - -inf out.
-        m = -3.0e38
-        s = 0.0
-        d = 0.0
-        for start in range(0, V, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            inside = cols < V
-            z = tl.load(z_row + cols, mask=inside, other=0.0).to(tl.float32)
-            z = tl.where(inside, _to_logits(z, logit_scale, softcap, inv_t, HAS_SOFTCAP), -float("inf"))
-            new_m = tl.maximum(m, tl.max(z, axis=0))
-            shift = z - new_m
-            e = tl.exp(shift)
-            rescale = tl.exp(m - new_m)
-            d = rescale * (d + (m - new_m) * s) + tl.sum(tl.where(e > 0, e * shift, 0.0), axis=0)
-            s = s * rescale + tl.sum(e, axis=0)
-            m = new_m
-        z = tl.load(z_row + tl.load(ids_ptr + row)).to(tl.float32)
-        log_s = tl.log(s)
-        tl.store(logp_ptr + row, _to_logits(z, logit_scale, softcap, inv_t, HAS_SOFTCAP) - m - log_s)
-        tl.store(peak_ptr + row, m)
-        tl.store(log_sum_ptr + row, log_s)
-        tl.store(entropy_ptr + row, log_s - d / s)
+        at = tl.load(ids_ptr + row).to(tl.int32)
+        peak = LOWEST
+        total = 0.0
+        dot = 0.0
+        for first in range(0, V, BLOCK):
+            cols = first + tl.arange(0, BLOCK)
+            x = _load_logits(z_row, cols, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)
+            x = tl.where(cols == at, -float("inf"), x)
+            peak, total, dot, _, _ = _absorb_block(x, peak, total, dot, SLACK)
+        target = _load_logits(z_row, at, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)
+        state_ptr += row
+        tl.store(state_ptr, peak)
+        tl.store(state_ptr + state_stride, total)
+        tl.store(state_ptr + 2 * state_stride, dot)
+        tl.store(state_ptr + 3 * state_stride, target)
+        if GRAD:
+            log_total = tl.log(total)
+            gap = target - peak
+            log_norm = tl.maximum(log_total, gap) + tl.log(1 + tl.exp(-tl.abs(log_total - gap)))
+            c = tl.load(c_ptr + row) * scale
+            of_target = c * tl.sigmoid(log_total - gap)
+            of_others = -c * tl.exp(-log_norm)
+            for back in range(0, V, BLOCK):  # what was read last is what the cache still has
+                cols = (V - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
+                x = _load_logits(z_row, cols, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)
+                grad = tl.where(cols == at, of_target, of_others * tl.exp(x - peak))
+                if HAS_SOFTCAP:
+                    t = x / cap
+                    grad *= 1 - t * t
+                tl.store(g_ptr + row * g_stride + cols, grad.to(g_ptr.dtype.element_ty), mask=cols < V)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
     def _logits_grad_kernel(
-        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, peak_ptr, log_sum_ptr, entropy_ptr, c_ptr, e_ptr, V,
-        logit_scale, softcap, inv_t, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, peak_ptr, log_norm_ptr, rest_ptr, entropy_ptr, c_ptr, bonus_ptr,
+        first, width, scale, cap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = cols < V
-        z = tl.load(z_ptr + row * z_stride + cols, mask=inside, other=0.0).to(tl.float32) * logit_scale
-        if HAS_SOFTCAP:
-            t = 2 * tl.sigmoid(2 * z / softcap) - 1
-            z = softcap * t
-        log_p = z * inv_t - tl.load(peak_ptr + row) - tl.load(log_sum_ptr + row)
-        p = tl.exp(log_p)
-        grad = tl.load(c_ptr + row) * (tl.where(cols == tl.load(ids_ptr + row), 1.0, 0.0) - p)
+        x = _load_logits(z_ptr + row * z_stride, cols, width, scale, cap, HAS_SCALE, HAS_SOFTCAP)
+        shift = x - tl.load(peak_ptr + row)
+        log_norm = tl.load(log_norm_ptr + row)
+        c = tl.load(c_ptr + row) * scale
+        at = (tl.load(ids_ptr + row) - first).to(tl.int32)
+        e = tl.exp(shift)
+        grad = tl.where(cols == at, c * tl.load(rest_ptr + row), -c * tl.exp(-log_norm) * e)
         if HAS_ENTROPY:
-            grad -= tl.load(e_ptr + row) * tl.where(p > 0, p * (log_p + tl.load(entropy_ptr + row)), 0.0)
-        grad = grad * inv_t * logit_scale
+            log_p = shift - log_norm
+            p = tl.exp(log_p)
+            bonus = tl.load(bonus_ptr + row) * scale * p * (log_p + tl.load(entropy_ptr + row))
+            grad -= tl.where(p > 0, bonus, 0.0)
         if HAS_SOFTCAP:
-            grad = grad * (1 - t * t)
-        tl.store(g_ptr + row * g_stride + cols, grad.to(g_ptr.dtype.element_ty), mask=inside)
+            t = x / cap
+            grad = tl.where(e > 0, grad * (1 - t * t), grad)
+        tl.store(g_ptr + row * g_stride + cols, grad.to(g_ptr.dtype.element_ty), mask=cols < width)
+
+    @triton.jit(do_not_specialize_on_alignment=("at_ptr", "ids_ptr", "scale_ptr", "own_ptr"))
+    def _put_rows_kernel(
+        x_ptr, x_stride, out_ptr, out_stride, at_ptr, scale_ptr, weight_ptr, weight_stride, ids_ptr, own_ptr, H,
+        OWN: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < H).to(tl.float32) * tl.load(scale_ptr + row)
+        if OWN:
+            weight = tl.load(weight_ptr + tl.load(ids_ptr + row) * weight_stride + cols, mask=cols < H).to(tl.float32)
+            x += weight * tl.load(own_ptr + row)
+        out = out_ptr + tl.load(at_ptr + row) * out_stride + cols
+        tl.store(out, x.to(out_ptr.dtype.element_ty), mask=cols < H)
+
+
+def _launch(kernel, grid, z, out, args, constants, warps):
+    """``kernel[grid](...)``, which looks its arguments over for longer than a tile takes: what was compiled for the
+    same z, out, numbers and constants, all that Triton specialises on here, is launched directly."""
+    numbers = tuple((x == 1, x % 16 == 0) for x in args if isinstance(x, int))
+    layout = z.dtype, out.dtype, z.stride(0), out.stride(0), (z.data_ptr() | out.data_ptr()) % 16, z.device
+    dtypes = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
+    key = kernel, warps, layout, dtypes, numbers, constants
+    args = (z, z.stride(0), out, out.stride(0), *args, *constants)
+    if key in _compiled:
+        _compiled[key][grid](*args)
+    else:
+        compiled = kernel[grid](*args, num_warps=warps)
+        if compiled is not None:  # the interpreter compiles nothing
+            _compiled[key] = compiled
+
+
+def _logit_args(logit_scale, softcap, inv_t):
+    """``(scale, cap), (HAS_SCALE, HAS_SOFTCAP)`` of the kernels."""
+    scale = logit_scale * inv_t
+    return (float(scale), float((softcap or 1.0) * inv_t)), (scale != 1.0, softcap is not None)
 
 
 def _rows(z):
     """Slices of rows whose fp32 temporaries stay small."""
     step = max(1, _TWIN_ELEMENTS // z.shape[1])
-    return (slice(a, a + step) for a in range(0, len(z), step))
+    return (slice(a, min(a + step, len(z))) for a in range(0, len(z), step))
 
 
-def row_stats(z, ids, logps, peak, log_sum, entropy, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"):
-    """Fill the ``(R,)`` statistics of tokens ``ids`` from the head's raw outputs ``z`` ``(R, V)``.
+def _logits(z, dtype, logit_scale, softcap, inv_t):
+    """Logits in dtype, and the derivative of the softcap or None."""
+    x = z.to(dtype, copy=True)
+    x = x if logit_scale == 1.0 else x.mul_(logit_scale)
+    slope = None
+    if softcap is not None:
+        t = torch.tanh(x / softcap)
+        x, slope = softcap * t, 1 - t * t
+    return x if inv_t == 1.0 else x.mul_(inv_t), slope
 
-    A logit is ``softcap * tanh(z * logit_scale / softcap) * inv_t``, without the tanh for softcap None; ``inv_t`` is
-    1 / temperature. The log-sum-exp stays in two parts, the largest logit (``peak``) and the log of the sum relative to
-    it: added up in fp32 they would lose the bits that a confident row's probabilities rest on. Entropy in nats.
+
+class RowStats(NamedTuple):
+    """Of each token ``(N,)``: log-prob; entropy in nats; ``peak``, about the largest logit; ``log_norm``, the
+    log-sum-exp relative to it (added up in fp32 they would lose the bits that a confident row rests on); and the
+    probability of all other tokens together."""
+
+    logps: torch.Tensor
+    entropy: torch.Tensor
+    peak: torch.Tensor
+    log_norm: torch.Tensor
+    rest: torch.Tensor
+
+    def at(self, rows):
+        return RowStats(*(x[rows] for x in self))
+
+
+def new_state(n, dtype, device):
+    """Running statistics ``(4, n)`` of rows that have seen no logit: peak; over all columns but the sampled token's,
+    the sum of ``e = exp(logit - peak)`` and of ``e * (logit - peak)``; the sampled token's logit."""
+    state = torch.zeros(4, n, dtype=dtype, device=device)
+    state[0] = _LOWEST
+    return state
+
+
+def finish(state) -> RowStats:
+    """The statistics of rows that have seen all their logits."""
+    peak, total, dot, target = state
+    log_total, gap = total.log(), target - peak
+    logps = -torch.logaddexp(log_total - gap, torch.zeros_like(gap))
+    log_norm = torch.logaddexp(log_total, gap)
+    of_target = logps.exp() * -logps.clamp(min=-1e30)  # 0 * -inf is 0 here
+    entropy = of_target + (-log_norm).exp() * (total * log_norm - dot)
+    return RowStats(logps, entropy, peak, log_norm, -torch.expm1(logps))
+
+
+def absorb(
+    z, ids, first, state, numerators=None, sums=(), gain=1.0, *, logit_scale=1.0, softcap=None, inv_t=1.0,
+    backend="torch",
+):  # fmt: skip
+    """Add the logits of vocabulary entries ``[first, first + width)`` to the running statistics ``state`` ``(4, R)``.
+
+    ``z`` ``(R, width)``, at most ``SLICE`` wide, holds the head's raw outputs. ``numerators`` ``(R, width)``, which may
+    be z itself, gets ``gain * exp(logit - peak)``, times the softcap's derivative, and 0 at the sampled token;
+    ``sums``, up to two ``(R, H)`` fp32 tensors of products with earlier numerators, follow the peak where it moves.
     """
     if not len(z):
         return
+    width = z.shape[1]
     if backend == "triton":
-        _row_stats_kernel[(len(z),)](
-            z, z.stride(0), ids, logps, peak, log_sum, entropy, z.shape[1],
-            float(logit_scale), float(softcap or 1.0), float(inv_t),
-            HAS_SOFTCAP=softcap is not None, BLOCK=4096, num_warps=4,
-        )  # fmt: skip
+        out = z if numerators is None else numerators
+        numbers, flags = _logit_args(logit_scale, softcap, inv_t)
+        pairs = [y for x in sums for y in (x, x.shape[1])] + [state, 0] * (2 - len(sums))
+        args = ids, state, state.stride(0), first, width, float(gain), *numbers, *pairs
+        constants = numerators is not None, *flags, _SLACK, SLICE
+        _launch(_absorb_kernel, (len(z), 1, 1), z, out, args, constants, _WARPS)
         return
     for rows in _rows(z):
-        x = z[rows].to(peak.dtype)
-        x = x if logit_scale == 1.0 else x * logit_scale
-        x = x if softcap is None else softcap * torch.tanh(x / softcap)
-        x = x if inv_t == 1.0 else x * inv_t
-        m = x.amax(-1)
-        x = x - m[:, None]
+        x, slope = _logits(z[rows], state.dtype, logit_scale, softcap, inv_t)
+        peak, total, dot, target = state[:, rows]
+        at = ids[rows] - first
+        here = (at >= 0) & (at < width)
+        at = at.clamp(0, width - 1)[:, None]
+        value = x.gather(1, at)
+        target.copy_(torch.where(here, value[:, 0], target))
+        x.scatter_(1, at, value.masked_fill(here[:, None], -torch.inf))
+        top = x.amax(-1)
+        new_peak = torch.where(top > peak + _SLACK, top, peak)
+        x -= new_peak[:, None]
         e = x.exp()
-        s = e.sum(-1)
-        log_s = s.log()
-        logps[rows] = x.gather(-1, ids[rows, None]).squeeze(-1) - log_s
-        peak[rows] = m
-        log_sum[rows] = log_s
-        entropy[rows] = log_s - e.mul_(x.clamp_(min=-1e4)).sum(-1) / s  # the clamp: 0 * -inf is 0 here
+        rescale = (peak - new_peak).exp()
+        more = (e * x.clamp_(min=-1e4)).sum(-1)  # the clamp: 0 * -inf is 0 here
+        dot.copy_(rescale * (dot + (peak - new_peak) * total) + more)
+        total.copy_(total * rescale + e.sum(-1))
+        peak.copy_(new_peak)
+        if numerators is not None:
+            e = e if slope is None else e.mul_(slope)
+            numerators[rows] = e if gain == 1.0 else e.mul_(gain)
+            for x in sums if first else ():
+                x[rows] *= rescale[:, None]
 
 
 def logits_grad(
-    z, out, ids, peak, log_sum, entropy, c, e=None, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"
-):
-    """Write ``c * dlogp/dz + e * dentropy/dz`` ``(R, V)`` to ``out``, which may be ``z`` itself.
+    z, out, ids, first, stats, c, e=None, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"
+):  # fmt: skip
+    """Write ``c * dlogp/dz + e * dentropy/dz`` ``(R, width)`` to ``out``, which may be ``z`` itself.
 
-    The statistics are those of ``row_stats``; ``c`` and ``e`` ``(R,)`` the loss's derivatives by log-prob and entropy,
-    ``e=None`` where the entropy earns no gradient. With p the softmax, dlogp/dlogit is ``onehot - p`` and
-    dentropy/dlogit ``-p (log p + entropy)``.
+    ``z`` holds the head's outputs for vocabulary entries ``[first, first + width)``; ``stats`` are the rows' RowStats;
+    ``c`` and ``e`` ``(R,)`` the loss's derivatives by log-prob and entropy, ``e=None`` where the entropy earns no
+    gradient. With p the softmax, dlogp/dlogit is ``onehot - p`` and dentropy/dlogit ``-p (log p + entropy)``.
     """
     if not len(z):
         return
+    width = z.shape[1]
     if backend == "triton":
-        _logits_grad_kernel[(len(z), triton.cdiv(z.shape[1], 2048))](
-            z, z.stride(0), out, out.stride(0), ids, peak, log_sum, entropy, c, c if e is None else e, z.shape[1],
-            float(logit_scale), float(softcap or 1.0), float(inv_t),
-            HAS_SOFTCAP=softcap is not None, HAS_ENTROPY=e is not None, BLOCK=2048, num_warps=4,
-        )  # fmt: skip
+        numbers, flags = _logit_args(logit_scale, softcap, inv_t)
+        rows = ids, stats.peak, stats.log_norm, stats.rest, stats.entropy, c, c if e is None else e
+        constants = *flags, e is not None, _GRAD_BLOCK
+        grid = len(z), -(-width // _GRAD_BLOCK), 1
+        _launch(_logits_grad_kernel, grid, z, out, (*rows, first, width, *numbers), constants, 4)
         return
     for rows in _rows(z):
-        x = z[rows].to(peak.dtype)
-        x = x if logit_scale == 1.0 else x * logit_scale
-        if softcap is not None:
-            t = torch.tanh(x / softcap)
-            x = softcap * t
-        log_p = ((x if inv_t == 1.0 else x * inv_t) - peak[rows, None]).sub_(log_sum[rows, None])
-        p = log_p.exp()
-        grad = p * -c[rows, None]
-        grad.scatter_add_(-1, ids[rows, None], c[rows, None])
-        if e is not None:
-            grad -= e[rows, None] * p * (log_p.clamp_(min=-1e4) + entropy[rows, None])
-        grad *= inv_t * logit_scale
-        if softcap is not None:
-            grad *= 1 - t * t
-        out[rows] = grad
+        x, slope = _logits(z[rows], stats.peak.dtype, logit_scale, softcap, inv_t)
+        s = stats.at(rows)
+        log_p = x.sub_(s.peak[:, None]).sub_(s.log_norm[:, None])
+        grad = log_p.exp()
+        bonus = None if e is None else e[rows, None] * grad * (log_p.clamp_(min=-1e4) + s.entropy[:, None])
+        grad *= -c[rows, None]
+        at = ids[rows] - first
+        here = (at >= 0) & (at < width)
+        at = at.clamp(0, width - 1)[:, None]
+        grad.scatter_(1, at, torch.where(here[:, None], (c[rows] * s.rest)[:, None], grad.gather(1, at)))
+        grad = grad if bonus is None else grad.sub_(bonus)
+        grad = grad if inv_t * logit_scale == 1.0 else grad.mul_(inv_t * logit_scale)
+        out[rows] = grad if slope is None else grad.mul_(slope)
+
+
+def row_stats(z, ids, state, *, grad=None, c=None, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"):
+    """``absorb`` over all of ``z`` ``(R, V)``, into a new ``state`` ``(4, R)``. With ``grad`` ``(R, V)``, which may be
+    z itself, ``logits_grad`` too, for a ``c`` ``(R,)`` that does not depend on the logits."""
+    if not len(z):
+        return
+    if backend == "triton":
+        out, c = (z, state) if grad is None else (grad, c)
+        numbers, flags = _logit_args(logit_scale, softcap, inv_t)
+        args = ids, state, state.stride(0), c, z.shape[1], *numbers
+        constants = grad is not None, *flags, _SLACK, _LOWEST, SLICE
+        _launch(_row_stats_kernel, (len(z), 1, 1), z, out, args, constants, _WARPS)
+        return
+    logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=inv_t, backend=backend)
+    for first in range(0, z.shape[1], SLICE):
+        absorb(z[:, first : first + SLICE], ids, first, state, **logits)
+    if grad is not None:
+        logits_grad(z, grad, ids, 0, finish(state), c, **logits)
+
+
+def put_rows(x, out, at, scale, own=None, weight=None, ids=None, *, backend="torch"):
+    """``out[at] = scale * x + own * weight[ids]``, rounded once: ``x`` ``(R, H)``, ``out`` ``(M, H)`` with distinct
+    rows ``at``, ``scale`` and ``own`` ``(R,)``; without the second term if ``own`` is None."""
+    if not len(x):
+        return
+    if backend == "triton":
+        weight, ids = (x, at) if own is None else (weight, ids)
+        args = at, scale, weight, weight.stride(0), ids, scale if own is None else own, x.shape[1]
+        grid = len(x), -(-x.shape[1] // 1024), 1
+        _launch(_put_rows_kernel, grid, x, out, args, (own is not None, 1024), 4)
+        return
+    for rows in _rows(x):
+        value = x[rows] * scale[rows, None]
+        value = value if own is None else value.addcmul_(weight[ids[rows]].to(value.dtype), own[rows, None])
+        out.index_copy_(0, at[rows], value.to(out.dtype))

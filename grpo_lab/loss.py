@@ -4,12 +4,14 @@
 same objective, so that one word switches between them. ``chunked.py``, ``naive.py`` and ``objective.py`` do the work.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from grpo_lab import chunked
 from grpo_lab.objective import Objective, Stats, Tokens, report
+from grpo_lab.plan import Problem, choose
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -23,6 +25,7 @@ def grpo_loss(
     *,
     objective: Objective | None = None,
     bias: torch.Tensor | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor] | None = None,
     old_logps: torch.Tensor | None = None,
     ref_logps: torch.Tensor | None = None,
     sampling_logps: torch.Tensor | None = None,
@@ -33,6 +36,7 @@ def grpo_loss(
     impl: str = "auto",
     backend: str = "auto",
     chunk_tokens: int | str = "auto",
+    memory_budget: int | str | None = None,
     logits_fp32: bool = False,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Stats]:
@@ -40,7 +44,8 @@ def grpo_loss(
 
     Args:
         hidden: ``(B, T, H)`` states that predict the completion tokens (position t predicts ``token_ids[:, t]``).
-        weight: ``(V, H)`` output head; ``bias`` ``(V,)``.
+        weight: ``(V, H)`` output head; ``bias`` ``(V,)``. lora: states ``(B, T, r)`` and weight ``(V, r)``, whose
+            product is added to the logits, as by an adapter on the head.
         token_ids: ``(B, T)`` sampled tokens. mask: ``(B, T)``, nonzero where a token is scored; what lies elsewhere,
             NaN included, has no effect.
         advantages: ``(B,)``, or ``(B, T)`` per token.
@@ -52,11 +57,13 @@ def grpo_loss(
         num_items: tokens that dapo, cispo and vespo divide by (None: those scored here).
         softcap, logit_scale: a logit is ``softcap * tanh(logit_scale * z / softcap)``, divided by the temperature.
         impl: "chunked" ("auto" means it) or "naive". backend: who runs the row kernels, "torch", "triton" or "auto".
-        chunk_tokens: rows of the logits buffer, or "auto". logits_fp32: keep a chunk's logits in fp32.
+        chunk_tokens: rows of the logits buffer, or "auto". memory_budget: bytes that the call may use at its peak
+            beyond its inputs, gradients included; "low" asks for little at some cost of time; None: the fastest way
+            that fits the device. logits_fp32: keep a chunk's logits in fp32.
         gather: collects ``(n,)`` entropies from all ranks where ``top_entropy_quantile`` is to span them.
 
     Returns:
-        The scalar loss, differentiable in hidden, weight and bias, and ``Stats``.
+        The scalar loss, differentiable in hidden, weight, bias and lora, and ``Stats``.
 
     Raises:
         ValueError: shapes that do not match, scored ids outside the vocabulary, unknown names, an option that the
@@ -64,10 +71,9 @@ def grpo_loss(
     """
     objective = Objective() if objective is None else objective
     _check(isinstance(objective, Objective), "objective", objective, "an Objective or None")
-    B, T = shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
-    numerics = chunked.Numerics.of(
-        hidden, weight, bias, objective.temperature, softcap, logit_scale, backend, logits_fp32
-    )
+    head = chunked.Head(hidden, weight, bias, *(lora or ()))
+    B, T = shape = _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget)
+    numerics = chunked.Numerics.of(head, objective.temperature, softcap, logit_scale, backend, logits_fp32)
     counted = isinstance(num_items, (int, float)) and num_items > 0
     counted = counted or isinstance(num_items, torch.Tensor) and num_items.dim() == 0
     _check(num_items is None or counted, "num_items", num_items, "None, a number above 0 or a 0-dim tensor")
@@ -87,47 +93,51 @@ def grpo_loss(
     scored = mask != 0
     active = scored & objective.active(advantages_BT, ratio_BT)
     lengths, actives = _scan(token_ids, scored, active, weight.shape[0])
-    C = _chunk_rows(chunk_tokens, sum(lengths), weight.shape[0], numerics, hidden.device)
-
     coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
+    sequences = tuple(zip(lengths, (n > 0 for n in actives), strict=True)) if coupling == "sequence" else None
+    plan = _plan(head, numerics, sum(lengths), sequences, chunk_tokens, memory_budget)
     in_one_pass = impl != "naive" and (
-        coupling in ("nothing", "token") or coupling == "sequence" and max(lengths, default=0) <= C
+        coupling in ("nothing", "token") or coupling == "sequence" and max(lengths, default=0) <= plan.C
     )
+    in_one_pass = in_one_pass and (plan.wide or objective.entropy_coef == 0.0)
     if in_one_pass and coupling == "sequence":
-        position, spans = chunked.whole_sequences(scored, lengths, actives, C)
+        position, spans = chunked.whole_sequences(scored, sequences, plan.C)
     else:
-        position, spans = chunked.packed(scored, active, sum(lengths), sum(actives), C)
+        position, spans = chunked.packed(scored, active, sum(lengths), sum(actives), plan.C)
 
-    stat_dtype = torch.promote_types(numerics.dtype, torch.float32)
-    pack = lambda x: None if x is None else x.detach().reshape(-1)[position].to(stat_dtype)  # noqa: E731
-    lengths_B = scored.sum(-1).to(stat_dtype)
-    tokens = Tokens(
-        shape=shape,
-        position=position,
-        ids=token_ids.reshape(-1)[position].long(),
-        lengths=lengths_B,
-        advantages=pack(advantages_BT),
-        weight=objective.weights(lengths_B, position // T, num_items),
-        entropy_weight=1.0 / lengths_B.sum().clamp(min=1.0),
-        old_logps=pack(old_logps),
-        ref_logps=pack(ref_logps),
-        sampling_logps=pack(sampling_logps),
-        importance_ratio=pack(ratio_BT),
-        gather=gather,
-    )
-    sweep = chunked.Sweep(numerics, tokens.position, tokens.ids, spans, C)
+    ids = token_ids.reshape(-1)[position].long()
+
+    @functools.cache
+    def tokens():
+        dtype = torch.promote_types(numerics.dtype, torch.float32)
+        pack = lambda x: None if x is None else x.detach().reshape(-1)[position].to(dtype)  # noqa: E731
+        lengths_B = scored.sum(-1).to(dtype)
+        return Tokens(
+            shape=shape,
+            position=position,
+            ids=ids,
+            lengths=lengths_B,
+            advantages=pack(advantages_BT),
+            weight=objective.weights(lengths_B, position // T, num_items),
+            entropy_weight=1.0 / lengths_B.sum().clamp(min=1.0),
+            old_logps=pack(old_logps),
+            ref_logps=pack(ref_logps),
+            sampling_logps=pack(sampling_logps),
+            importance_ratio=pack(ratio_BT),
+            gather=gather,
+        )
+
+    sweep = chunked.Sweep(numerics, plan, position, ids, spans)
     if in_one_pass:
-        loss, logps, entropy, diagnostics = chunked.one_pass(sweep, objective, tokens, hidden, weight, bias, coupling)
+        loss, logps, entropy, diagnostics = chunked.one_pass(sweep, objective, tokens, head, coupling)
     else:
         if impl == "naive":
-            logps, entropy = numerics.naive(
-                hidden, weight, bias, token_ids.long(), scored, objective.entropy_coef != 0.0
-            )
+            logps, entropy = numerics.naive(head, token_ids.long(), scored, objective.entropy_coef != 0.0)
             logps, entropy = logps.reshape(-1)[position], entropy.reshape(-1)[position]
         else:
-            logps, entropy = chunked.LogProbs.apply(hidden, weight, bias, sweep)
-        loss, diagnostics = objective.loss(logps, entropy, tokens)
-    stats = report(objective, tokens, logps.detach(), entropy.detach(), diagnostics, advantages.dim() == 2)
+            logps, entropy = chunked.LogProbs.apply(sweep, *head)
+        loss, diagnostics = objective.loss(logps, entropy, tokens())
+    stats = report(objective, tokens(), logps.detach(), entropy.detach(), diagnostics, advantages.dim() == 2)
     return loss, stats
 
 
@@ -139,11 +149,13 @@ def token_logps(
     *,
     temperature: float = 1.0,
     bias: torch.Tensor | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor] | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     impl: str = "auto",
     backend: str = "auto",
     chunk_tokens: int | str = "auto",
+    memory_budget: int | str | None = None,
     logits_fp32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies ``(B, T)``, 0 where nothing is scored: the chunked head with any loss on top.
@@ -153,18 +165,18 @@ def token_logps(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r}: expected a number above 0")
-    shape = _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens)
-    numerics = chunked.Numerics.of(hidden, weight, bias, temperature, softcap, logit_scale, backend, logits_fp32)
+    head = chunked.Head(hidden, weight, bias, *(lora or ()))
+    shape = _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget)
+    numerics = chunked.Numerics.of(head, temperature, softcap, logit_scale, backend, logits_fp32)
     scored = mask != 0
     n = sum(_scan(token_ids, scored, scored, weight.shape[0])[0])
     if impl == "naive":
-        return numerics.naive(hidden, weight, bias, token_ids.long(), scored, True)
-    C = _chunk_rows(chunk_tokens, n, weight.shape[0], numerics, hidden.device)
-    position, spans = chunked.packed(scored, scored, n, n, C)
-    sweep = chunked.Sweep(numerics, position, token_ids.reshape(-1)[position].long(), spans, C)
+        return numerics.naive(head, token_ids.long(), scored, True)
+    plan = _plan(head, numerics, n, None, chunk_tokens, memory_budget)
+    position, spans = chunked.packed(scored, scored, n, n, plan.C)
+    sweep = chunked.Sweep(numerics, plan, position, token_ids.reshape(-1)[position].long(), spans)
     return tuple(
-        x.new_zeros(scored.numel()).index_put((position,), x).view(shape)
-        for x in chunked.LogProbs.apply(hidden, weight, bias, sweep)
+        x.new_zeros(scored.numel()).index_put((position,), x).view(shape) for x in chunked.LogProbs.apply(sweep, *head)
     )
 
 
@@ -180,9 +192,23 @@ def _scan(token_ids, scored, active, vocab):
     return counts[0], counts[1]
 
 
-def _chunk_rows(chunk_tokens, n, vocab, numerics, device):
-    C = chunked.plan_chunk(n, vocab, numerics.itemsize, device) if chunk_tokens == "auto" else chunk_tokens
-    return min(C, -(-max(n, 1) // 16) * 16)
+def _plan(head, numerics, n, sequences, chunk_tokens, memory_budget):
+    device, dtype = head.hidden.device, numerics.dtype
+    problem = Problem(
+        *head.hidden.shape[:2], n, head.hidden.shape[2], len(head.weight), dtype.itemsize,
+        numerics.logits_dtype.itemsize, head.trains, device.type, sequences,
+    )  # fmt: skip
+    plan = choose(problem, chunk_tokens, memory_budget)
+    if device.type == "cuda" and memory_budget is None:
+        used = torch.cuda.memory_stats_as_nested_dict(device)
+        free = used["reserved_bytes"]["all"]["current"] - used["allocated_bytes"]["all"]["current"]
+        if problem.peak(plan) > free:  # then only is the driver asked, which takes longer
+            plan = choose(problem, chunk_tokens, None, free + torch.cuda.mem_get_info(device)[0])
+    return plan
+
+
+def _is_count(x):
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
 
 
 def _check(ok, name, value, expected):
@@ -191,11 +217,13 @@ def _check(ok, name, value, expected):
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
-def _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens):
+def _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget):
+    hidden, weight, bias, lora_states, lora_weight = head
     _check(impl in ("auto", "naive", "chunked"), "impl", impl, "'naive', 'chunked' or 'auto'")
-    whole = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
-    fits = chunk_tokens == "auto" or whole and chunk_tokens >= 1
+    fits = chunk_tokens == "auto" or _is_count(chunk_tokens)
     _check(fits, "chunk_tokens", chunk_tokens, "'auto' or a whole number >= 1")
+    fits = memory_budget in (None, "low") or _is_count(memory_budget)
+    _check(fits, "memory_budget", memory_budget, "None, 'low' or a number of bytes")
     tensors = {"hidden": hidden, "weight": weight, "token_ids": token_ids, "mask": mask}
     for name, x in tensors.items():
         _check(isinstance(x, torch.Tensor), name, x, "a tensor")
@@ -205,6 +233,12 @@ def _check_inputs(hidden, weight, bias, token_ids, mask, impl, chunk_tokens):
     _check(weight.dtype in _DTYPES, "weight", weight.dtype, f"one of {_DTYPES}: a quantised head cannot be read")
     _check(weight.dim() == 2 and weight.shape[1] == H, "weight", weight, f"shape (V, {H})")
     _check(bias is None or bias.shape == weight.shape[:1], "bias", bias, f"shape ({len(weight)},)")
+    if lora_states is not None:
+        rank = lora_states.shape[-1]
+        _check(lora_states.shape == (B, T, rank), "lora", lora_states, f"states of shape ({B}, {T}, r)")
+        _check(
+            lora_weight.shape == (len(weight), rank), "lora", lora_weight, f"a weight of shape ({len(weight)}, {rank})"
+        )
     _check(token_ids.shape == (B, T), "token_ids", token_ids, f"shape {(B, T)}")
     _check(token_ids.dtype in (torch.int64, torch.int32), "token_ids", token_ids.dtype, "torch.int64 or torch.int32")
     _check(mask.shape == (B, T), "mask", mask, f"shape {(B, T)}")

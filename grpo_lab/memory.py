@@ -13,15 +13,14 @@ from pathlib import Path
 
 import torch
 
-from grpo_lab import kernels
-from grpo_lab.chunked import plan_chunk
+from grpo_lab.plan import Problem, choose
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def predict_loss_bytes(
     batch, length, hidden, vocab, dtype=torch.float32, impl="chunked", *,
-    chunk_tokens="auto", scored=None, trainable_head=True, device="cpu",
+    chunk_tokens="auto", memory_budget=None, scored=None, trainable_head=True, device="cpu",
 ):  # fmt: skip
     """The tensors that are alive together at the peak of one forward and backward pass of ``grpo_loss``, in bytes.
 
@@ -33,7 +32,7 @@ def predict_loss_bytes(
     Returns a dict of name to bytes. Raises ValueError for an unknown impl.
     """
     B, T, H, V = batch, length, hidden, vocab
-    N, s, device = B * T if scored is None else scored, dtype.itemsize, torch.device(device)
+    N, s = B * T if scored is None else scored, dtype.itemsize
     if impl == "naive":
         moments = [
             {
@@ -54,28 +53,8 @@ def predict_loss_bytes(
             },
         ]
     elif impl == "chunked":
-        free = None if device.type == "cpu" or torch.cuda.is_available() else 1 << 62
-        C = plan_chunk(N, V, s, device, free) if chunk_tokens == "auto" else chunk_tokens
-        C = min(C, -(-max(N, 1) // 16) * 16)
-        loop = {
-            "chunk of logits, then of their gradient (C, V)": C * -(-V * s // 128) * 128,  # rows of whole cache lines
-            "dH (B, T, H)": B * T * H * s,
-            "states and dH of the chunk (2, C, H)": 2 * C * H * s,
-            "dW in fp32 (V, H)": V * H * 4 * trainable_head,
-        }
-        if device.type == "cpu":
-            rows = min(C, max(1, kernels._TWIN_ELEMENTS // V))
-            # log p, p, gradient and, for 16 bits, z in fp32, while the first of the next rows arrives
-            held = (3 + (s < 4)) * rows + min(rows, C - rows)
-            twin = {"fp32 work space of the kernels' twin (3 to 5, rows, V)": held * V * 4}
-            widened = {"fp32 factors of the dW product (C, V) and (C, H)": C * (V + H) * 4 * (s < 4) * trainable_head}
-            moments = [loop | twin, loop | widened]
-        else:
-            # cuBLAS writes the chunk's dH in fp32; it is rounded afterwards
-            moments = [loop | {"dH of the chunk in fp32 (C, H)": C * H * 4 * (s < 4)}]
-        if trainable_head and s < 4:
-            ends = ("dH (B, T, H)", "dW in fp32 (V, H)")
-            moments.append({name: loop[name] for name in ends} | {"dW in the head's dtype (V, H)": V * H * s})
+        problem = Problem(B, T, N, H, V, s, s, trainable_head, torch.device(device).type)
+        moments = [problem.memory(choose(problem, chunk_tokens, memory_budget))]
     else:
         raise ValueError(f"impl = {impl!r}: expected 'naive' or 'chunked'")
     most = max(moments, key=lambda m: sum(m.values()))

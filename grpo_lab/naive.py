@@ -16,6 +16,7 @@ def naive_logps(
     *,
     temperature: float = 1.0,
     bias: torch.Tensor | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor] | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     logits_fp32: bool = False,
@@ -23,18 +24,25 @@ def naive_logps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of ``token_ids`` and entropies, both ``(B, T)`` fp32 (float64 for float64 inputs), through full logits.
 
-    Shapes: hidden ``(B, T, H)``, weight ``(V, H)``, bias ``(V,)``, token_ids and boolean mask ``(B, T)``. What lies
-    under the mask has no effect. ``entropy_grad=False`` leaves the entropy out of the graph, which saves its memory.
+    Shapes: hidden ``(B, T, H)``, weight ``(V, H)``, bias ``(V,)``, token_ids and boolean mask ``(B, T)``; lora, states
+    ``(B, T, r)`` and weight ``(V, r)``, adds their product to the logits. What lies under the mask has no effect.
+    ``entropy_grad=False`` leaves the entropy out of the graph, which saves its memory.
     """
-    hidden = hidden.masked_fill(~mask[..., None], 0)  # NaN under the mask would reach dW as 0 * NaN
     token_ids = token_ids.masked_fill(~mask, 0)
-    if logits_fp32:
-        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
-    elif weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(hidden.device.type, enabled=torch.is_autocast_enabled(hidden.device.type) and not logits_fp32):
-        logits = F.linear(hidden, weight, bias)
+    device, unscored = hidden.device.type, ~mask
+    autocast = torch.is_autocast_enabled(device) and not logits_fp32
+    dtype = torch.float32 if logits_fp32 else torch.promote_types(hidden.dtype, weight.dtype)
+
+    def cast(x):
+        return x if x is None or autocast else x.to(dtype)
+
+    def masked(states):  # NaN under the mask would reach dW as 0 * NaN
+        return cast(states.masked_fill(unscored[..., None], 0))
+
+    with torch.autocast(device, enabled=autocast):
+        logits = F.linear(masked(hidden), cast(weight), cast(bias))
+        if lora is not None:
+            logits = logits + F.linear(masked(lora[0]), cast(lora[1]))
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if softcap is not None:
@@ -51,7 +59,4 @@ def naive_logps(
             clamped = row_logps.clamp(min=torch.finfo(row.dtype).min / 2)
             entropies.append(-(row_logps.exp() * clamped).sum(-1))
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    unscored = ~mask
-    return torch.stack(logps).to(dtype).masked_fill(unscored, 0), torch.stack(entropies).to(dtype).masked_fill(
-        unscored, 0
-    )
+    return tuple(torch.stack(x).to(dtype).masked_fill(unscored, 0) for x in (logps, entropies))

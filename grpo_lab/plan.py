@@ -1,0 +1,145 @@
+"""How many tokens the chunked head takes at a time, and whether it keeps whole rows of logits: time against memory.
+
+Two schedules (``chunked.py`` has the arithmetic), f the share of tokens with a gradient:
+  wide    a chunk's whole rows ``(C, V)``. 1 + 2f GEMMs of head size for a head that trains, its gradient kept in fp32.
+  narrow  one ``(C, SLICE)`` tile, small enough for a GPU's L2 cache. 1 + f GEMMs for a frozen head; a head that trains
+          costs 1 + 3f, its gradient written slice by slice in its own dtype: the least memory.
+"""
+
+import math
+from typing import NamedTuple
+
+from grpo_lab import kernels
+
+# Microseconds per row by C, measured on an H200 with H 1024, V 151,936 in bf16; on row counts that are no multiple of
+# 1024 cuBLAS is slower. A small wide chunk also pays for the fp32 dW that it reads and writes.
+_RATES = {  # by (wide, trains)
+    (True, True): {3072: 1.72, 4096: 1.72, 2048: 1.8, 1024: 2.03},
+    (True, False): {3072: 1.24, 4096: 1.28, 2048: 1.3, 1024: 1.32},
+    (False, True): {8192: 2.3, 4096: 2.4, 2048: 2.6, 1024: 2.8, 512: 3.0, 256: 3.4, 128: 4.0, 64: 6.0},
+    (False, False): {8192: 1.18, 4096: 1.24, 2048: 1.3, 1536: 1.35, 1024: 1.4, 512: 1.5, 256: 1.7, 128: 2.0, 64: 3.0},
+}
+_UNEVEN = 1.12
+_CALL, _TILE = 5000.0, 130.0  # microseconds of the host for a call, and for the launches of a tile
+_CPU_BYTES = 32 << 20  # of the buffer on a CPU: larger ones leave its cache
+_CPU_SIZES = (4096, 1024, 256, 64, 16)
+
+
+class Plan(NamedTuple):
+    C: int
+    wide: bool
+
+
+class Problem(NamedTuple):
+    """What a plan depends on: ``scored`` N tokens of ``batch`` x ``length`` positions, bytes of an element of the
+    gradients' dtype and of the logits, whether the head ``trains``; ``sequences``, ``(tokens, has a gradient)`` of
+    each, where a coefficient depends on the whole sequence."""
+
+    batch: int
+    length: int
+    scored: int
+    hidden: int
+    vocab: int
+    itemsize: int
+    logits_itemsize: int
+    trains: bool
+    device: str
+    sequences: tuple[tuple[int, bool], ...] | None = None
+
+    def memory(self, plan: Plan) -> dict[str, int]:
+        """The tensors that are alive together at a call's peak, beyond its inputs, in bytes."""
+        B, T, N, H, V, s, C = *self[:5], self.itemsize, plan.C
+        columns = V if plan.wide else min(V, kernels.SLICE)
+        name = f"(C, {'V' if plan.wide else kernels.SLICE})"
+        always = {
+            "dH (B, T, H)": B * T * H * s,
+            "vectors of the tokens (N,) and positions (B, T)": 96 * N + 26 * B * T,
+        }
+        chunk = {
+            f"chunk of logits, then of their gradient {name}": C * -(-columns * self.logits_itemsize // 128) * 128,
+            "states of the chunk (C, H)": C * H * s,
+        }
+        if self.logits_itemsize != s:
+            chunk[f"gradient of fp32 logits {name}"] = C * -(-columns * s // 128) * 128
+        chunk["dH of the chunk in fp32 (C, H)"] = C * H * max(s, 4)
+        weight = {}
+        if self.trains and plan.wide:
+            one_chunk = C >= N and s == 2  # dW is one product, rounded at once
+            weight = {"dW (V, H)": V * H * s} if one_chunk else {"dW in fp32 (V, H)": V * H * max(s, 4)}
+        elif self.trains:
+            weight = {"dW (V, H)": V * H * s, f"slice of dW in fp32 ({kernels.SLICE}, H)": columns * H * max(s, 4)}
+        moments = [always | chunk | weight]
+        if self.device == "cpu":
+            rows = min(C, max(1, kernels._TWIN_ELEMENTS // columns))
+            work = {f"work space of the kernels' twin (4, rows, {name[4:]}": 4 * rows * columns * max(s, 4)}
+            widened = {f"fp32 factors of the products {name}": C * columns * 4 + C * H * 4} if s < 4 else {}
+            moments = [moments[0] | work, moments[0] | widened]
+        if self.trains and plan.wide and s < 4 and not one_chunk:
+            moments.append(always | weight | {"dW in the head's dtype (V, H)": V * H * s})
+        return max(moments, key=lambda moment: sum(moment.values()))
+
+    def peak(self, plan: Plan) -> int:
+        return sum(self.memory(plan).values())
+
+    def cost(self, plan: Plan) -> float:
+        """About how long a plan takes, in microseconds of an H200; on a CPU, in rows of products."""
+        C, trains = plan.C, self.trains
+        chunks = -(-self.scored // C)
+        rows = self.scored if self.sequences is None else chunks * C
+        phases = 1.0
+        if self.sequences and max(self.sequences)[0] > C:  # two phases: the logits are computed twice
+            phases = 4 / 3 if trains else 3 / 2
+        elif self.sequences is not None:
+            chunks = len(bins(self.sequences, C))
+            rows = chunks * C
+        if self.device == "cpu":
+            return rows * phases * (2 + trains + (trains and not plan.wide)) + 64 * chunks
+        rates = _RATES[plan.wide, trains]
+        known = max((c for c in rates if c <= C), default=min(rates))
+        rate = rates[known] * (1.0 if C % 1024 == 0 or C in rates else _UNEVEN)
+        on_gpu = rows * phases * rate * self.hidden * self.vocab / (1024 * 151_936)
+        tiles = chunks * (1 if plan.wide else (1 + trains) * -(-self.vocab // kernels.SLICE))
+        return max(on_gpu, _CALL + _TILE * tiles)
+
+
+def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes: int | None = None) -> Plan:
+    """The fastest plan whose peak stays within ``memory_budget`` bytes; None: within ``free_bytes``, what the device
+    has; ``"low"``: the leanest that is still fast. Raises ValueError where even the leanest needs more."""
+    n, trains, on_cpu = max(problem.scored, 1), problem.trains, problem.device == "cpu"
+    whole = -(-n // 16) * 16
+    fixed = None if chunk_tokens == "auto" else chunk_tokens
+    if memory_budget == "low":
+        return Plan(min(fixed or (256 if on_cpu else 4096 if trains else 1536), whole), False)
+    if on_cpu and fixed is None and memory_budget is None:
+        columns = problem.vocab if trains else min(problem.vocab, kernels.SLICE)
+        fixed = -(-n // -(-n // max(64, _CPU_BYTES // (columns * problem.logits_itemsize))))
+    plans = set()
+    for wide in (True, False) if trains or not (fixed or on_cpu) else (False,):
+        for C in [fixed] if fixed else _CPU_SIZES if on_cpu else _RATES[wide, trains]:
+            plans.add(Plan(min(C, whole), wide))
+            if n > C and not fixed:  # fewer empty rows in the last chunk
+                plans.add(Plan(-(-n // -(-n // C) // 256) * 256, wide))
+    limit = memory_budget if memory_budget is not None else math.inf if free_bytes is None else 0.9 * free_bytes
+    for plan in sorted(plans, key=lambda plan: (problem.cost(plan), plan)):
+        if problem.peak(plan) <= limit:
+            return plan
+    leanest = min(plans, key=problem.peak)
+    if memory_budget is not None:
+        raise ValueError(
+            f"memory_budget={memory_budget:,} bytes: the leanest plan for this batch needs {problem.peak(leanest):,}"
+        )
+    return leanest
+
+
+def bins(sequences, C: int) -> list[tuple[int, bool, list[int]]]:
+    """Chunks of whole sequences, ``(tokens, have a gradient, indices)``: first-fit decreasing, those with and without a
+    gradient apart."""
+    packed = []
+    for i in sorted((i for i, s in enumerate(sequences) if s[0]), key=lambda i: -sequences[i][0]):
+        length, active = sequences[i]
+        home = next((bin for bin in packed if bin[1] == active and bin[0] + length <= C), None)
+        if home is None:
+            packed.append(home := [0, active, []])
+        home[0] += length
+        home[2].append(i)
+    return packed
