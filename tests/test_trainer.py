@@ -96,6 +96,58 @@ def test_training_is_trl_s_own(tiny, tmp_path, options):
         assert (t.receipt is None) == (impl == "trl")
 
 
+class After(transformers.TrainerCallback):
+    """Gives a trainer's attributes (or its args') these values once a number of steps is done."""
+
+    def __init__(self, trainer, steps, values):
+        self.trainer, self.steps, self.values = trainer, steps, values
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.steps:
+            for name, value in self.values.items():
+                setattr(self.trainer if hasattr(self.trainer, name) else args, name, value)
+
+
+CHANGES = {  # options, and what a callback makes of them
+    "kl": (dict(beta=0.1), dict(beta=2.0)),
+    "clipping": (dict(epsilon=0.1, delta=1.3), dict(epsilon_low=1e-4, epsilon_high=0.01, delta=1.001)),
+    "entropy": (dict(entropy_coef=0.01, top_entropy_quantile=0.3), dict(entropy_coef=0.3, top_entropy_quantile=1.0)),
+    "no-entropy": (dict(entropy_coef=0.01), dict(entropy_coef=0.0)),
+    "loss": (dict(loss_type="dapo"), dict(loss_type="dr_grpo", importance_sampling_level="sequence",
+                                          max_completion_length=6)),
+    "masks": (dict(loss_type="sapo", off_policy_mask_threshold=1e-7),
+              dict(off_policy_mask_threshold=9.0, sapo_temperature_pos=0.3)),
+    "temperature": (dict(temperature=0.9), dict(temperature=1.8)),  # TRL reads it once
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "values"), CHANGES.values(), ids=CHANGES)
+def test_callbacks_change_the_objective_as_they_change_trl_s(tiny, tmp_path, options, values):
+    def run(values, **more):
+        settings = dict(steps=4, num_iterations=4, learning_rate=0.3, optim="sgd", lr_scheduler_type="constant")
+        t = trainer(tiny, tmp_path, **settings, **options, **more)
+        t.add_callback(After(t, 1, values))
+        t.train()
+        return t
+
+    reference = run(values, config=trl.GRPOConfig, cls=trl.GRPOTrainer)
+    assert_same_training(run(values), reference)
+    for name in values:
+        others = {k: v for k, v in values.items() if k != name}
+        changed = logged(run(others, config=trl.GRPOConfig, cls=trl.GRPOTrainer)) != logged(reference)
+        assert changed == (name != "temperature"), f"{name} made no difference"
+
+
+def test_a_kl_term_without_a_reference_model_is_refused(tiny, tmp_path):
+    t = trainer(tiny, tmp_path)
+    t.beta = 0.1
+    with pytest.raises(ValueError, match="beta=0.1, set during training, needs a reference model"):
+        t.train()
+    with pytest.raises(ValueError, match="epsilon=-1"):
+        t.beta, t.epsilon_low = 0.0, -1
+        t.train()
+
+
 @pytest.mark.parametrize("modules", [{}, {"modules_to_save": ["lm_head"]}], ids=["frozen-head", "trained-head"])
 def test_peft(tiny, tmp_path, modules):
     from peft import LoraConfig
