@@ -167,7 +167,7 @@ def _trl_loss(trainer, inputs, hidden, head):
         mask = labels[:, 1:] != -100
         with torch.autocast(device, enabled=autocast):  # TRL calls its model under the accelerator's
             log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
-                hidden[:, :-1][mask], head.weight, head.bias, labels[:, 1:][mask], trainer.temperature, 32768,
+                hidden[:, :-1][mask], head.weight, head.bias, labels[:, 1:][mask], trainer.objective.temperature, 32768,
                 head.softcap, head.logit_scale, ("log_probs", "entropy"),
             )  # fmt: skip
         spread = [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy)]

@@ -7,7 +7,7 @@ head and with TRL's own loss (``receipt.py``) before anything is trained on.
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,16 @@ if ".".join(trl.__version__.split(".")[:2]) != TRL_VERSION:
 
 logger = logging.get_logger(__name__)
 LOSS_IMPLS = ("chunked", "naive", "trl")
+_LIVE = (
+    "loss_type",
+    "importance_sampling_level",
+    "epsilon_high",
+    "beta",
+    "max_completion_length",
+    "top_entropy_quantile",
+    "entropy_coef",
+    "off_policy_mask_threshold",
+)
 _FORWARD_KEYS = (
     "pixel_values",
     "image_grid_thw",
@@ -113,13 +123,29 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ValueError(
                 f"args is a {type(args).__module__}.{type(args).__name__}: import GRPOConfig from grpo_lab too"
             )
-        self.objective = Objective.from_config(args)
+        self._temperature = Objective.from_config(args).temperature  # checks args before a model is loaded
         self.receipt = None
         super().__init__(model, reward_funcs, args, *more, **kwargs)
         for m in (self.model, self.ref_model):
             if m is not None:
                 m = self.accelerator.unwrap_model(m)
                 score_in_forward(m.get_base_model() if hasattr(m, "get_base_model") else m)
+
+    @property
+    def objective(self) -> Objective:
+        """What is optimised now. TRL reads it from these attributes and ``args`` at every step, so that a callback may
+        change it; the temperature alone it reads once."""
+        live = {name: getattr(self, name) for name in _LIVE}
+        args = Objective.from_config(self.args)
+        return replace(args, temperature=self._temperature, epsilon=self.epsilon_low, **live)
+
+    def _generate_and_score_completions(self, inputs):
+        if self.beta != 0.0 and self.ref_model is None and not hasattr(self.model, "peft_config"):
+            raise ValueError(
+                f"beta={self.beta!r}, set during training, needs a reference model, and beta=0.0 in GRPOConfig loaded "
+                "none: start from a beta other than 0"
+            )
+        return super()._generate_and_score_completions(inputs)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         inputs = (input_ids, attention_mask, logits_to_keep, *args)
@@ -137,7 +163,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                         head.weight,
                         ids,
                         ids != -100,
-                        temperature=self.temperature,
+                        temperature=self._temperature,
                         **self._head_options(head, self.args.loss_impl),
                     )
                 return dict(log_probs=logps, entropy=entropy)
@@ -195,7 +221,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:  # num_items_in_batch spans the generation batch, which is trained on in as many parts
             num_items = num_items / self.args.steps_per_generation
-        masks_off_policy = self.objective.off_policy_mask_threshold is not None
+        objective = self.objective
+        masks_off_policy = objective.off_policy_mask_threshold is not None
         with self._head_precision(hidden):
             return grpo_loss(
                 hidden,
@@ -203,7 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 spread(inputs["completion_ids"]),
                 spread(inputs["completion_mask"] * inputs.get("tool_mask", 1)),
                 spread(inputs["advantages"]),
-                objective=self.objective,
+                objective=objective,
                 old_logps=spread(inputs.get("old_per_token_logps")),
                 ref_logps=spread(inputs.get("ref_per_token_logps")),
                 sampling_logps=spread(inputs.get("sampling_per_token_logps")) if masks_off_policy else None,
@@ -262,12 +289,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         for name, x in stats.extremes.items():
             extreme = nanmin if name.endswith("min") else nanmax
             values[name] = extreme(self.accelerator.gather(extreme(x)))  # ranks may hold different numbers of sequences
-        if self.objective.entropy_coef != 0.0:
+        if self._entropy_bonus_enabled or self.entropy_coef != 0.0:
             in_window = self.loss_type in ("dapo", "cispo", "vespo")  # TRL logs these after its accumulation factor
             policy_loss = stats.policy_loss / (accumulation if in_window else 1.0)
             values["policy_loss"] = self.accelerator.gather(policy_loss).nanmean()
             if self.model.training and self.accelerator.sync_gradients:
-                metrics["entropy_coef"].append(self.objective.entropy_coef)
+                metrics["entropy_coef"].append(self.entropy_coef)
         if self.aux_loss_enabled:
             values["aux_loss"] = self.accelerator.gather_for_metrics(aux_loss.detach()).mean()
         *values_list, loss = torch.stack([*(v.float() for v in values.values()), loss.float()]).tolist()

@@ -1,5 +1,6 @@
-"""Random loss inputs, and TRL's own loss on them: what the loss tests share."""
+"""Random loss inputs, and on them the loss of TRL's trainer and of ours: what the loss tests share."""
 
+import random
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import trl
 from accelerate import Accelerator
 from trl.kernels import ChunkedLogProbFunction
 
-from grpo_lab import Objective, grpo_loss
+from grpo_lab import GRPOTrainer, Objective, grpo_loss
+from grpo_lab.head import OutputHead, ScoredOutput
 
 
 def random_inputs(B=5, T=9, H=16, V=37, dtype=torch.float64, device="cpu", scale=1.0, bias=False, off_policy=True):
@@ -53,61 +55,117 @@ def loss_and_grads(x, dtype=None, frozen_head=False, loss_fn=grpo_loss, grad_sca
     ), stats  # fmt: skip
 
 
+def objectives(loss_type, n, seed):
+    """n random objectives of a loss type: every option, alone and together."""
+    rng = random.Random(seed)
+    for _ in range(n):
+        yield Objective(
+            loss_type=loss_type,
+            importance_sampling_level=rng.choice(["token", "sequence"]),
+            epsilon=rng.choice([0.1, 0.2]),
+            epsilon_high=rng.choice([None, 0.3, 2.0]),
+            delta=rng.choice([None, None, 1.5]),
+            beta=rng.choice([0.0, 0.1]),
+            use_bias_correction_kl=rng.random() < 0.5,
+            temperature=rng.choice([1.0, 0.7, 1.3]),
+            max_completion_length=12,
+            top_entropy_quantile=rng.choice([1.0, 1.0, 0.37]),  # no token lies on the threshold, which TRL rounds
+            entropy_coef=rng.choice([0.0, 0.05]),
+            off_policy_mask_threshold=rng.choice([None, 0.05, -0.3]),
+        )
+
+
 def relative(x, expected):
     x, expected = x.double(), expected.double()
     return ((x - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-class _Trl(trl.GRPOTrainer):
-    """TRL's ``_compute_loss`` without a model: it reads its log-probs from TRL's fused head on given hidden states."""
+class _Step:
+    """What ``_compute_loss`` reads of a trainer. Its model gives ``hidden``, and NaN where nothing may be read."""
 
-    def __init__(self, objective: Objective, head, vllm):
-        o = objective
-        self.objective, self.head = o, head
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
-        self.model = SimpleNamespace(training=True)
-        self.args = SimpleNamespace(steps_per_generation=1, **vars(o))
-        self.epsilon_low, self.epsilon_high = o.epsilon, o.epsilon if o.epsilon_high is None else o.epsilon_high
-        for name in ("loss_type", "importance_sampling_level", "beta", "top_entropy_quantile", "entropy_coef"):
-            setattr(self, name, getattr(o, name))
-        self.off_policy_mask_threshold, self.max_completion_length = (
-            o.off_policy_mask_threshold,
-            o.max_completion_length,
-        )
+    def __init__(self, objective, head, vllm, accumulation, generation_batches, training, **settings):
+        self.args = SimpleNamespace(**vars(objective), steps_per_generation=generation_batches, **settings)
+        for name in ("loss_type", "importance_sampling_level", "beta", "top_entropy_quantile", "entropy_coef",
+                     "off_policy_mask_threshold", "max_completion_length", "temperature"):  # fmt: skip
+            setattr(self, name, getattr(objective, name))
+        self._temperature, self.epsilon_low = objective.temperature, objective.epsilon
+        self.epsilon_high = objective.epsilon if objective.epsilon_high is None else objective.epsilon_high
+        self.head, self.accelerator, self.model = head, _ACCELERATOR, SimpleNamespace(training=training)
         self.use_vllm = self.vllm_importance_sampling_correction = vllm
-        self.current_gradient_accumulation_steps = 1
+        self.current_gradient_accumulation_steps = accumulation
         self.aux_loss_enabled = self.use_adaptive_entropy = False
-        self._entropy_bonus_enabled = o.entropy_coef != 0.0
-        self._metrics = {"train": defaultdict(list)}
+        self._entropy_bonus_enabled = objective.entropy_coef != 0.0
+        self.receipt = {}
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **_):
-        hidden, weight, bias, softcap, logit_scale, scored = self.head
-        logps, entropy, *_ = ChunkedLogProbFunction.apply(
-            hidden[scored], weight, bias, input_ids[:, 1:][scored], self.objective.temperature, 32768,
-            softcap, logit_scale, ("log_probs", "entropy"),
-        )  # fmt: skip
-        return *(x.new_zeros(scored.shape).masked_scatter(scored, x) for x in (logps, entropy)), None
+    def forward(self, input_ids, attention_mask, score=None, labels=None, **_):
+        hidden, weight, bias, softcap, logit_scale = self.head
+        junk = torch.full_like(hidden[:, :1], torch.nan)  # the first prompt token, the last completion token
+        hidden = torch.cat([junk, hidden, junk], dim=1)
+        if score is not None:
+            return ScoredOutput(**score(hidden, OutputHead(weight, bias, softcap, logit_scale)))
+        scored = labels[:, 1:] != -100
+        hidden, ids = hidden[:, :-1][scored], labels[:, 1:][scored]
+        if hidden.dtype == torch.float64:  # TRL's kernel accumulates in fp32: the textbook head takes its place
+            z = hidden @ weight.T * logit_scale if bias is None else (hidden @ weight.T + bias) * logit_scale
+            z = z if softcap is None else softcap * torch.tanh(z / softcap)
+            logps = torch.log_softmax(z / self.temperature, -1)
+            entropy = -(logps.exp() * logps).sum(-1)
+            logps = logps.gather(-1, ids[:, None]).squeeze(-1)
+        else:
+            logps, entropy, *_ = ChunkedLogProbFunction.apply(
+                hidden, weight, bias, ids, self.temperature, 32768, softcap, logit_scale, ("log_probs", "entropy")
+            )
+        spread = [x.new_zeros(scored.shape).masked_scatter(scored, x) for x in (logps, entropy)]
+        return SimpleNamespace(log_probs=spread[0], entropy=spread[1])
 
 
-def trl_loss(hidden, weight, token_ids, mask, advantages, *, objective, bias=None, softcap=None, logit_scale=1.0,
-             num_items=None, **per_token):  # fmt: skip
-    """``grpo_loss``'s signature and returns, computed by TRL: ``(loss, metrics)``."""
+class _Trl(_Step, trl.GRPOTrainer):
+    pass
+
+
+class _Ours(_Step, GRPOTrainer):
+    pass
+
+
+_ACCELERATOR = Accelerator(cpu=not torch.cuda.is_available())
+_KEYS = dict(
+    old_logps="old_per_token_logps",
+    ref_logps="ref_per_token_logps",
+    sampling_logps="sampling_per_token_logps",
+    importance_ratio="importance_sampling_ratio",
+    tool_mask="tool_mask",
+)
+
+
+def _compute_loss(cls, hidden, weight, token_ids, mask, advantages, *, objective, bias=None, softcap=None,
+                  logit_scale=1.0, num_items=None, accumulation=1, generation_batches=1, training=True, settings=None,
+                  **per_token):  # fmt: skip
     vllm = per_token.get("importance_ratio") is not None
-    trainer = _Trl(objective, (hidden, weight, bias, softcap, logit_scale, mask.bool()), vllm)
-    names = dict(
-        old_logps="old_per_token_logps",
-        ref_logps="ref_per_token_logps",
-        sampling_logps="sampling_per_token_logps",
-        importance_ratio="importance_sampling_ratio",
-    )
+    trainer = cls(objective, (hidden, weight, bias, softcap, logit_scale), vllm, accumulation, generation_batches,
+                  training, **(settings or {}))  # fmt: skip
+    prompt = token_ids[:, :1].repeat(1, 2)
     inputs = dict(
-        prompt_ids=token_ids[:, :1],
-        prompt_mask=torch.ones_like(mask[:, :1]),
+        prompt_ids=prompt,
+        prompt_mask=torch.ones_like(prompt),
         completion_ids=token_ids,
         completion_mask=mask,
         advantages=advantages,
         num_items_in_batch=mask.sum() if num_items is None else torch.as_tensor(num_items),
-        **{names[k]: v for k, v in per_token.items() if v is not None},
+        **{_KEYS[k]: v for k, v in per_token.items() if v is not None},
     )
-    loss = trainer._compute_loss(None, inputs)
-    return loss, {k: v[0] for k, v in trainer._metrics["train"].items()}
+    loss = trainer._compute_loss(trainer.forward, inputs)
+    return loss, {k: v[0] for k, v in trainer._metrics["train" if training else "eval"].items()}
+
+
+def trl_loss(*args, **options):
+    """``(loss, logged metrics)`` from TRL's ``_compute_loss``, with the arguments of ``grpo_loss`` and those of a step.
+    On TRL's kernel, or where the inputs are float64 on the textbook head in float64."""
+    return _compute_loss(_Trl, *args, **options)
+
+
+def step_loss(*args, impl="chunked", chunk_tokens="auto", **options):
+    """The same from this package's ``_compute_loss``."""
+    settings = dict(loss_impl=impl, chunk_tokens=chunk_tokens, logits_fp32=False, cast_lm_head_to_fp32=False,
+                    skip_zero_advantage=False)  # fmt: skip
+    return _compute_loss(_Ours, *args, **options, settings=settings)

@@ -50,7 +50,7 @@ def trainer(model, tmp_path, steps=3, config=GRPOConfig, cls=GRPOTrainer, reward
         bf16=False, gradient_checkpointing=False, disable_tqdm=True, seed=1,
     )  # fmt: skip
     return cls(str(model) if not isinstance(model, torch.nn.Module) else model, reward, config(**(settings | options)),
-               train_dataset=PROMPTS, **(more or {}))  # fmt: skip
+               **{"train_dataset": PROMPTS} | (more or {}))  # fmt: skip
 
 
 def trained(*args, **kwargs):
@@ -96,18 +96,56 @@ def test_training_is_trl_s_own(tiny, tmp_path, options):
         assert (t.receipt is None) == (impl == "trl")
 
 
-def test_mixture_of_experts_with_its_auxiliary_loss(tiny, tmp_path):
-    config = transformers.Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+class After(transformers.TrainerCallback):
+    """Gives a trainer's attributes (or its args') these values once a number of steps is done."""
 
-    def model():
-        torch.manual_seed(0)
-        return transformers.Qwen3MoeForCausalLM(config)
+    def __init__(self, trainer, steps, values):
+        self.trainer, self.steps, self.values = trainer, steps, values
 
-    more = {"processing_class": tokenizer}
-    reference = trained(model(), tmp_path, config=trl.GRPOConfig, cls=trl.GRPOTrainer, more=more)
-    assert all("aux_loss" in row for row in logged(reference))
-    assert_same_training(trained(model(), tmp_path, more=more), reference)
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.steps:
+            for name, value in self.values.items():
+                setattr(self.trainer if hasattr(self.trainer, name) else args, name, value)
+
+
+CHANGES = {  # options, and what a callback makes of them
+    "kl": (dict(beta=0.1), dict(beta=2.0)),
+    "clipping": (dict(epsilon=0.1, delta=1.3), dict(epsilon_low=1e-4, epsilon_high=0.01, delta=1.001)),
+    "entropy": (dict(entropy_coef=0.01, top_entropy_quantile=0.3), dict(entropy_coef=0.3, top_entropy_quantile=1.0)),
+    "no-entropy": (dict(entropy_coef=0.01), dict(entropy_coef=0.0)),
+    "loss": (dict(loss_type="dapo"), dict(loss_type="dr_grpo", importance_sampling_level="sequence",
+                                          max_completion_length=6)),
+    "masks": (dict(loss_type="sapo", off_policy_mask_threshold=1e-7),
+              dict(off_policy_mask_threshold=9.0, sapo_temperature_pos=0.3)),
+    "temperature": (dict(temperature=0.9), dict(temperature=1.8)),  # TRL reads it once
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "values"), CHANGES.values(), ids=CHANGES)
+def test_callbacks_change_the_objective_as_they_change_trl_s(tiny, tmp_path, options, values):
+    def run(values, **more):
+        settings = dict(steps=4, num_iterations=4, learning_rate=0.3, optim="sgd", lr_scheduler_type="constant")
+        t = trainer(tiny, tmp_path, **settings, **options, **more)
+        t.add_callback(After(t, 1, values))
+        t.train()
+        return t
+
+    reference = run(values, config=trl.GRPOConfig, cls=trl.GRPOTrainer)
+    assert_same_training(run(values), reference)
+    for name in values:
+        others = {k: v for k, v in values.items() if k != name}
+        changed = logged(run(others, config=trl.GRPOConfig, cls=trl.GRPOTrainer)) != logged(reference)
+        assert changed == (name != "temperature"), f"{name} made no difference"
+
+
+def test_a_kl_term_without_a_reference_model_is_refused(tiny, tmp_path):
+    t = trainer(tiny, tmp_path)
+    t.beta = 0.1
+    with pytest.raises(ValueError, match="beta=0.1, set during training, needs a reference model"):
+        t.train()
+    with pytest.raises(ValueError, match="epsilon=-1"):
+        t.beta, t.epsilon_low = 0.0, -1
+        t.train()
 
 
 @pytest.mark.parametrize("modules", [{}, {"modules_to_save": ["lm_head"]}], ids=["frozen-head", "trained-head"])
@@ -412,33 +450,6 @@ def test_other_versions_of_trl_are_refused_by_name():
     code = "import trl; trl.__version__ = '1.15.2'; import grpo_lab; grpo_lab.GRPOTrainer"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "trl 1.15.2 is installed" in run.stderr and "pip install 'trl==1.16.*'" in run.stderr
-
-
-FAMILIES = {
-    "Llama": {},
-    "Qwen3": dict(tie_word_embeddings=True),
-    "Gemma2": dict(final_logit_softcapping=2.0, sliding_window=64, query_pre_attn_scalar=8),
-    "Granite": dict(logits_scaling=3.0, embedding_multiplier=2.0),
-    "Cohere": dict(logit_scale=0.25),
-    "Phi": {},  # its head has a bias
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_that_is_read_makes_the_model_s_own_logits(family, seed):
-    size = {k: v for k, v in SIZE.items() if k != "head_dim" or family in ("Qwen3", "Gemma2")}
-    config = getattr(transformers, f"{family}Config")(**(size | FAMILIES[family]))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    if family == "Phi":
-        torch.nn.init.normal_(model.lm_head.bias)
-    ids = torch.randint(3, 40, (2, 7))
-    with torch.no_grad():
-        expected = model(ids).logits
-        head = read_head(model)
-        z = model.base_model(ids).last_hidden_state @ head.weight.T * head.logit_scale
-        z = z if head.bias is None else z + head.bias
-    z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
-    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_heads_that_cannot_be_read_are_named():
