@@ -13,7 +13,6 @@ sequences), wide (larger hidden sizes), peaked (a confident policy: the errors),
 """
 
 import argparse
-import csv
 import gc
 import shlex
 import statistics
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 
 from grpo_lab import providers as heads
-from grpo_lab.doctor import CLONE, describe_environment
+from grpo_lab.bench_files import file_name, provenance, write_table
 from grpo_lab.loss import grpo_loss
 from grpo_lab.memory import measure_peak
 from grpo_lab.providers import PROVIDERS, Provider, Shape, make_inputs
@@ -35,7 +34,7 @@ FLOORS = ("bare GEMMs", "gradients alone")
 CHUNKED = ("chunked", "chunked, low memory")
 # Qwen3's vocabulary; hidden sizes of its 0.6B, 4B and 8B models. The CPU's shapes show that all of it runs.
 QWEN3 = Shape(64, 1024, 1024, 151_936, 38_694)
-TINY = Shape(8, 64, 128, 8_192, 300, "float32")
+TINY = Shape(8, 32, 128, 4_096, 150, "float32")
 SHAPES = {
     "cuda": {
         "head": [QWEN3],
@@ -92,7 +91,7 @@ def bench(shape: Shape, trainable: bool, device, providers=None, repeats=7, seed
     for name, variant, fn in runs:
         row = rows[name, variant]
         try:
-            _elapsed(lambda fn=fn: _run(fn, x), device)  # compiles and warms up
+            elapsed(lambda fn=fn: _run(fn, x), device)  # compiles and warms up
             _clear(x)  # or the peak would be counted from the last pass's gradients
             row["peak_mib"] = measure_peak(lambda fn=fn: _run(fn, x), device)[1] / 2**20
             if not providers[name].floor:
@@ -101,18 +100,19 @@ def bench(shape: Shape, trainable: bool, device, providers=None, repeats=7, seed
             times[name, variant] = []
         except Exception as error:  # noqa: BLE001  a provider that fails is a row, and the others go on
             row["note"] = what_failed(error)
+            free(device)
         _clear(x)
-        free(device, row["note"])
     for _ in range(repeats):
         for name, variant, fn in runs:
             taken = times.get((name, variant))
             if taken is None or len(taken) >= 2 and taken[-1] > SLOW_MS or providers[name].floor == "memory":
                 continue
             try:
-                taken.append(_elapsed(lambda fn=fn: _run(fn, x), device))
+                taken.append(elapsed(lambda fn=fn: _run(fn, x), device))
             except Exception as error:  # noqa: BLE001
                 del times[name, variant]
                 rows[name, variant]["note"] = what_failed(error)
+                free(device)
             _clear(x)
     for key, taken in times.items():
         if taken:
@@ -143,7 +143,7 @@ def float64_gradients(shape, device, seed=0):
     except Exception as error:  # noqa: BLE001
         return {"note": f"no float64 reference: {what_failed(error)}"}
     finally:
-        free(device, "after the reference")
+        free(device)
 
 
 def both_heads(shape, device, providers, repeats, seed):
@@ -151,7 +151,7 @@ def both_heads(shape, device, providers, repeats, seed):
     exact = float64_gradients(shape, device, seed)
     for trainable in (True, False):
         yield bench(shape, trainable, device, providers, repeats, seed, exact)
-        free(device, "after the cell")
+        free(device)
 
 
 def frontier(shape, device, providers, repeats, seed, steps=6):
@@ -179,7 +179,7 @@ def frontier(shape, device, providers, repeats, seed, steps=6):
             if row["setting"] == "tile 32,768":
                 row["setting"] = "default, tile 32,768"
         yield rows
-        free(device, "after the cell")
+        free(device)
 
 
 def what_failed(error):
@@ -192,10 +192,10 @@ def what_failed(error):
     return f"{type(error).__name__}: {line}"
 
 
-def free(device, why=""):
-    """Give back what a failed provider held; the cache too, but only ``why`` not empty: it makes the next pass slow."""
+def free(device):
+    """Give back what a failure or a finished cell has left. Not between passes: the next one would pay for it."""
     gc.collect()
-    if why and device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -214,7 +214,7 @@ def _error(grad, exact):
     return None if grad is None or exact is None else ((grad.double() - exact).norm() / exact.norm()).item()
 
 
-def _elapsed(fn, device):
+def elapsed(fn, device):
     """Milliseconds of ``fn()``."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -229,53 +229,10 @@ def _elapsed(fn, device):
     return start.elapsed_time(end)
 
 
-def read_table(path) -> list[dict]:
-    """The rows of a written table, numbers as numbers, what is empty as None."""
-
-    def value(text):
-        for kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-        return {"": None, "True": True, "False": False}.get(text, text)
-
-    with open(path, newline="", encoding="utf-8") as file:
-        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
-
-
-def recorded(table, device="h200") -> list[dict]:
-    """The rows of a table that lies in the repository; prints where and how it was recorded, or that it was not."""
-    path = CLONE / "data" / "benchmarks" / f"{table}_{device}.csv"
-    if not path.exists():
-        print(f"{path.name} has not been recorded yet: python -m grpo_lab bench --tables {table} --out <folder>")
-        return []
-    rows = read_table(path)
-    made = rows[0]
-    print(f"recorded on one {made['device'].split(',')[0]}, {made['time'][:10]}: {made['command']}")
-    versions = ", ".join(f"{name} {made[name]}" for name in VERSIONS if made.get(name) is not None)
-    print(f"commit {str(made['commit'])[:7]}, {versions}")
-    return rows
-
-
-def write_table(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-VERSIONS = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
-
-
-def provenance(command):
-    """What every recorded row carries: device, versions, commit, time, command."""
-    about = describe_environment()
-    where = {"device": about["gpu"][0] if about["gpu"] else f"{about['cpu']}, {torch.get_num_threads()} threads"}
-    where |= {name: about["packages"].get(name) for name in VERSIONS}
-    commit = about["commit"] + "-dirty" if about["commit"] and about["dirty"] else about["commit"]
-    return where | {"commit": commit, "time": about["time"], "command": command}
+def title(row):
+    """What the rows of a cell have in common, in words."""
+    names = [name for name in row if name in ("head", "model", "checkpointing", *vars(TINY))]
+    return ", ".join(f"{name} {row[name]}" for name in names if row[name] or name not in ("zero_share", "peaked"))
 
 
 def print_rows(rows):
@@ -287,7 +244,7 @@ def print_rows(rows):
         ms, peak = ("-" if row[k] is None else f"{row[k]:,.{d}f}" for k, d in (("ms", 1), ("peak_mib", 0)))
         line = f"  {name:30} {ms:>9} ms {peak:>9} MiB"
         if row["ms"] and floor:
-            line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:5.0f} TFLOP/s"
+            line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:7.3g} TFLOP/s"
         if row["peak_mib"] and bare:
             line += f"  {row['peak_mib'] - bare:+9,.0f} MiB for the head"
         for key, label in (("dh_error", "dH"), ("dw_error", "dW")):
@@ -304,25 +261,27 @@ def main(argv=None):
         prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [*MEMBERS, "step"]
-    parser.add_argument("--tables", default=",".join(names), help="which, by commas (default: all)")
+    default = names if torch.cuda.is_available() else ["head", "frontier", "step"]
+    which = "which, by commas (default: all on a GPU; head,frontier,step on a CPU)"
+    parser.add_argument("--tables", default=",".join(default), help=which)
     parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, each in quotes")
     parser.add_argument("--models", default=",".join(MODELS), help="of the table step, by commas (default: all)")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="of the table step (default: both)")
-    parser.add_argument("--repeats", type=int, default=7, help=f"timed passes; 2 where one takes over {SLOW_MS} ms")
+    repeats = f"timed passes (default: 7 on a GPU, 3 on a CPU); 2 where one takes over {SLOW_MS} ms"
+    parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3, help=repeats)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes")} | {"provider": []}
     known = {"tables": names, "models": list(MODELS), "dtypes": ["bfloat16", "float32"]}
     for key, allowed in (known | {"providers": [*PROVIDERS, "no head"]}).items():
-        for name in (chosen.get(key) or args.providers or []):
+        for name in chosen.get(key) or args.providers or []:
             if name not in allowed:
                 parser.error(f"--{key}: {name!r} is none of {', '.join(allowed)}")
     if args.repeats < 1:
         parser.error(f"--repeats: {args.repeats}, expected 1 or more")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gpu = torch.cuda.get_device_name(device).split(" ", 1)[-1] if device.type == "cuda" else "cpu"
     where = provenance(shlex.join(["python", "-m", "grpo_lab", "bench", *argv]))
     for table in chosen["tables"]:
         rows, began = [], time.perf_counter()
@@ -339,12 +298,11 @@ def main(argv=None):
         for cell in cells:
             if not cell:
                 continue
-            title = {k: v for k, v in cell[0].items() if k in ("head", "model", "checkpointing", *vars(TINY))}
-            print(f"{table}: " + ", ".join(f"{k} {v}" for k, v in title.items()))
+            print(f"{table}: {title(cell[0])}")
             print_rows(cell)
             rows += [row | where for row in cell]
             if args.out:  # after each cell: a bench that is stopped leaves what it has measured
-                write_table(args.out / f"{table}_{gpu.lower().replace(' ', '-')}.csv", rows)
+                write_table(args.out / file_name(table, device), rows)
         print(f"{table}: {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

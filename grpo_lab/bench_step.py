@@ -8,6 +8,7 @@ import statistics
 
 import torch
 
+from grpo_lab.bench import elapsed, free, what_failed
 from grpo_lab.providers import PROVIDERS, no_head
 
 MODELS = {
@@ -50,15 +51,13 @@ def bench_steps(model_name, size, dtype, cells, device, names=STEP_PROVIDERS, re
 
     ms is the median step; peak_mib the device's peak with weights, gradients and optimiser (None on a CPU).
     """
-    from grpo_lab.bench import free, what_failed
-
     model = optimiser = None
     failed = ""
     try:
         model, optimiser = build(size, dtype, device, seed)
     except Exception as error:  # noqa: BLE001  every provider's row says why
         failed = what_failed(error)
-    free(device, "whatever building has left")
+    free(device)
     for checkpointing, batch, prompt, completion in cells:
         about = dict(model=model_name, dtype=dtype, checkpointing=checkpointing, batch=batch, prompt=prompt,
                      completion=completion)  # fmt: skip
@@ -67,7 +66,7 @@ def bench_steps(model_name, size, dtype, cells, device, names=STEP_PROVIDERS, re
             _take_turns(rows, model, optimiser, about, device, repeats, seed)
         yield list(rows.values())
     del model, optimiser
-    free(device, "the next model needs the room")
+    free(device)
 
 
 def build(size, dtype, device, seed):
@@ -81,8 +80,6 @@ def build(size, dtype, device, seed):
 
 
 def _take_turns(rows, model, optimiser, about, device, repeats, seed):
-    from grpo_lab.bench import _elapsed, free, what_failed
-
     generator = torch.Generator(device).manual_seed(seed)
     shape = about["batch"], about["prompt"] + about["completion"]
     ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=device)
@@ -109,7 +106,7 @@ def _take_turns(rows, model, optimiser, about, device, repeats, seed):
             try:
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
-                taken.append(_elapsed(lambda name=name: step(name), device))
+                taken.append(elapsed(lambda name=name: step(name), device))
                 if device.type == "cuda" and turn:
                     peak = torch.cuda.max_memory_allocated(device) / 2**20
                     rows[name]["peak_mib"] = max(peak, rows[name]["peak_mib"] or 0)
@@ -118,6 +115,8 @@ def _take_turns(rows, model, optimiser, about, device, repeats, seed):
                 taken.clear()
             if rows[name]["note"]:
                 optimiser.zero_grad(set_to_none=True)
-                free(device, "the failed step's graph")
+                if any("exp_avg_sq" not in state for state in optimiser.state.values()):
+                    optimiser.state.clear()  # it ran out of memory while it was made
+                free(device)
     for name, (_, *taken) in ((name, taken) for name, taken in times.items() if taken):
         rows[name] |= {"ms": statistics.median(taken), "min_ms": min(taken)}
