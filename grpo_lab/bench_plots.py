@@ -109,6 +109,7 @@ def steps_figure(rows, title="Whole training steps: what the loss head adds"):
     figure, panels = bar_panels(title, ("peak memory of the device, GiB", "time of a step, s"), names)
     figure.set_size_inches(9.4, 1.2 + 0.24 * len(names))
     for ax, key, unit in zip(panels, ("peak_mib", "ms"), (1024, 1000)):
+        ax.margins(x=0.45)  # room for the labels
         for j, provider in enumerate(providers):
             colour, _, hatch = PROVIDER_LOOKS.get(provider, (ORANGE, None, ".."))
             for i, s in enumerate(settings):
