@@ -282,7 +282,9 @@ def main(argv=None):
         parser.error(f"--repeats: {args.repeats}, expected 1 or more")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = provenance(shlex.join(["python", "-m", "grpo_lab", "bench", *argv]))
+    # a record names the folder, and not where it lies on this machine
+    said = [args.out.name if args.out and part == str(args.out) else part for part in argv]
+    where = provenance(shlex.join(["python", "-m", "grpo_lab", "bench", *said]))
     for table in chosen["tables"]:
         rows, began = [], time.perf_counter()
         if table == "step":

@@ -262,6 +262,7 @@ def test_one_command_writes_every_table_and_each_can_be_drawn(small, budgets, tm
     for rows in tables.values():
         assert all(row["torch"] == torch.__version__ and row["commit"] and row["device"] for row in rows)
         assert all(row["command"].startswith("python -m grpo_lab bench --tables head,") for row in rows)
+        assert all(row["command"].endswith(f" --out {tmp_path.name}") for row in rows)
         assert not any(row["note"] for row in rows if row["provider"] != "bare GEMMs")
     assert [row["provider"] for row in tables["step"]] == ["no head", "naive", "TRL", "chunked"] * 2
     assert {row["checkpointing"] for row in tables["step"]} == {True, False}
