@@ -1,237 +1,220 @@
-"""Loss heads side by side: time, peak memory and gradient error of one forward and backward pass.
+"""Loss heads side by side: time, peak memory and gradient errors, of the head alone and of whole training steps.
 
-Providers run interleaved on the same inputs after a warm-up; times are medians, peaks are incremental, and the bare
-GEMMs of the same shapes stand beside them as the floor. A provider that is missing or fails is a row that says so.
+Providers run interleaved on the same inputs after a warm-up; times are medians, peaks are incremental, errors are
+against float64, and what no loss can do without stands beside them: the bare GEMMs of the same shapes and the gradients
+alone. A provider that is missing, fails or runs out of memory is a row that says so, and the sweep goes on.
 
-    python -m grpo_lab.bench --out head.csv          # the head alone: recorded shapes on a GPU, a small one on a CPU
-    python -m grpo_lab.bench --step --out step.csv   # a whole training step of a Qwen3-0.6B shape, random weights
+    python -m grpo_lab bench --out results                    # every table: real shapes on a GPU, small ones on a CPU
+    python -m grpo_lab bench --tables head,frontier --repeats 5 --out results
+    python -m grpo_lab bench --tables step --models Qwen3-0.6B --dtypes bfloat16 --out results
+
+Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
+sequences), wide (larger hidden sizes), peaked (a confident policy: the errors), frontier (time against memory), step.
 """
 
 import argparse
-import csv
 import gc
-import math
+import shlex
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from grpo_lab.doctor import describe_environment
+from grpo_lab import providers as heads
+from grpo_lab.bench_files import file_name, provenance, write_table
 from grpo_lab.loss import grpo_loss
 from grpo_lab.memory import measure_peak
+from grpo_lab.providers import PROVIDERS, Provider, Shape, make_inputs
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Head-only problem: B sequences of up to T tokens, lengths spread so that ``scored`` of them count; hidden H,
-    vocabulary V."""
-
-    batch: int
-    length: int
-    hidden: int
-    vocab: int
-    scored: int
-    dtype: str = "bfloat16"
-
-
-RECORDED = (Shape(64, 1024, 1024, 151_936, 38_694), Shape(32, 512, 1024, 151_936, 16_384))
-SMALL = (Shape(8, 64, 128, 8_192, 300, "float32"),)
-
-
-def make_inputs(shape: Shape, device, seed=0) -> dict:
-    """Random inputs of the shape: ragged mask with exactly ``scored`` tokens, advantages normalised in
-    groups of 8 where the batch is a multiple of it."""
-    generator = torch.Generator(device).manual_seed(seed)
-    dtype = getattr(torch, shape.dtype)
-
-    def randn(*size):
-        return torch.randn(*size, generator=generator, device=device)
-
-    B, T = shape.batch, shape.length
-    share = torch.rand(B, generator=generator, device=device) * 0.8 + 0.2
-    lengths = (share / share.sum() * shape.scored).floor().clamp(1, T).long()
-    while (left := shape.scored - int(lengths.sum())) > 0:  # hand out what the clamp cut off
-        room = (lengths < T).nonzero().squeeze(-1)[:left]
-        lengths[room] += 1
-    advantages = randn(B).view(-1, math.gcd(B, 8))
-    if advantages.shape[1] > 1:
-        advantages = (advantages - advantages.mean(1, keepdim=True)) / (advantages.std(1, keepdim=True) + 1e-4)
-    return dict(
-        hidden=randn(B, T, shape.hidden).to(dtype),
-        weight=(randn(shape.vocab, shape.hidden) * shape.hidden**-0.5).to(dtype),
-        token_ids=torch.randint(shape.vocab, (B, T), generator=generator, device=device),
-        mask=(torch.arange(T, device=device) < lengths[:, None]).long(),
-        advantages=advantages.reshape(-1),
-    )
-
-
-def ours(impl, **options) -> Callable:
-    return lambda *args, **named: grpo_loss(*args, **named, impl=impl, **options)[0]
-
-
-def trl_fused(hidden, weight, token_ids, mask, advantages):
-    """TRL's fused head as its patched forward calls it, and its on-policy dapo loss on top."""
-    from trl.kernels import ChunkedLogProbFunction
-
-    scored = mask.bool()
-    logps, *_ = ChunkedLogProbFunction.apply(
-        hidden[scored], weight, None, token_ids[scored], 1.0, 32768, None, 1.0, ("log_probs", "entropy")
-    )
-    logps = logps.new_zeros(scored.shape).masked_scatter(scored, logps)
-    ratio = torch.exp(logps - logps.detach())
-    losses = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
-    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
-
-
-def liger(compiled) -> Callable:
-    """Liger's chunked GRPO loss with its defaults, through torch.compile (its default too) or without."""
-
-    def run(hidden, weight, token_ids, mask, advantages):
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-        loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="dapo", compiled=compiled)
-        return loss(hidden, weight, token_ids, mask, advantages)[0]
-
-    return run
-
-
-def bare_gemms(hidden, weight, token_ids, mask, advantages):
-    """The head's matrix products alone, in chunks of 2048 tokens: logits, dH, and dW where the head trains."""
-    states = hidden.detach()[mask.bool()]
-    z = torch.empty(2048, len(weight), dtype=states.dtype, device=states.device)
-    d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=states.device) if weight.requires_grad else None
-    with torch.no_grad():
-        for h in states.split(2048):
-            out = torch.mm(h, weight.t(), out=z[: len(h)])
-            torch.mm(out, weight)
-            if d_weight is None:
-                continue
-            if states.is_cuda and states.dtype != torch.float32:
-                torch.addmm(d_weight, out.t(), h, out_dtype=torch.float32, out=d_weight)
-            else:
-                d_weight.addmm_(out.t().float(), h.float())
-
-
-PROVIDERS = {
-    "bare GEMMs": bare_gemms,
-    "naive": ours("naive"),
-    "chunked": ours("chunked"),
-    "chunked, C 1024": ours("chunked", chunk_tokens=1024),
-    "TRL": trl_fused,
-    "Liger": liger(compiled=True),
-    "Liger, not compiled": liger(compiled=False),
+SLOW_MS = 500  # of a pass slower than this, two say enough
+FLOORS = ("bare GEMMs", "gradients alone")
+CHUNKED = ("chunked", "chunked, low memory")
+# Qwen3's vocabulary; hidden sizes of its 0.6B, 4B and 8B models. The CPU's shapes show that all of it runs.
+QWEN3 = Shape(64, 1024, 1024, 151_936, 38_694)
+TINY = Shape(8, 32, 128, 4_096, 150, "float32")
+SHAPES = {
+    "cuda": {
+        "head": [QWEN3],
+        "zero": [replace(QWEN3, zero_share=share) for share in (0.0, 0.3, 0.5, 0.6)],
+        "wide": [Shape(32, 1024, hidden, 151_936, 16_384) for hidden in (2560, 4096)],
+        "peaked": [Shape(32, 1024, 1024, 151_936, 16_384, peaked=True)],
+        "frontier": [QWEN3],
+    },
+    "cpu": {
+        "head": [TINY],
+        "zero": [replace(TINY, zero_share=share) for share in (0.0, 0.5)],
+        "wide": [replace(TINY, hidden=256)],
+        "peaked": [replace(TINY, peaked=True)],
+        "frontier": [TINY],
+    },
 }
+MEMBERS = {
+    "head": [name for name in PROVIDERS if name != "chunked, fp32 logits"],
+    "zero": [*FLOORS, "naive", *CHUNKED, "TRL"],
+    "wide": [*FLOORS, "naive", *CHUNKED, "TRL", "Apple CCE"],
+    "peaked": [name for name in PROVIDERS if name != "Liger"],
+    "frontier": [*FLOORS, "chunked", "TRL"],
+}
+TILES = (2048, 4096, 8192, 16_384, 32_768, 65_536, 151_936)  # vocabulary entries of TRL's buffer
 
 
-def bench(shape: Shape, trainable: bool, device, providers=None, repeats=7, seed=0) -> list[dict]:
-    """One row per provider: ms (median), peak_mib (incremental), grad_error (dH against float64, relative), note."""
+def bench(shape: Shape, trainable: bool, device, providers=None, repeats=7, seed=0, exact=None) -> list[dict]:
+    """One row per provider; ``exact``: ``float64_gradients`` of this shape and seed, if they are there already.
+
+    ms and min_ms (median and least), peak_mib (beyond the inputs), dh_error and dw_error (against float64, relative),
+    active (f, the share of scored tokens with a gradient), and tflops of useful work: the head products that the
+    gradient needs, 2 N H V (1 + f) FLOPs or 2 N H V (1 + 2f) where the head trains, over the median time.
+    """
     providers = PROVIDERS if providers is None else providers
-    x = make_inputs(shape, device, seed)
-    x["hidden"].requires_grad_()
-    x["weight"].requires_grad_(trainable)
-    exact = _exact_gradient(x)
-    rows, alive = {}, []
-    for name, fn in providers.items():
-        row = rows[name] = dict(provider=name, ms=None, peak_mib=None, grad_error=None, note="")
+    runs = [(name, variant, fn) for name, p in providers.items() for variant, fn in p.variants.items()]
+    rows = {
+        run[:2]: dict(provider=run[0], ms=None, min_ms=None, peak_mib=None, tflops=None, dh_error=None, dw_error=None,
+                      lacks=providers[run[0]].lacks, note="")
+        for run in runs
+    }  # fmt: skip
+    times, f, note = {}, None, ""
+    try:
+        x = make_inputs(shape, device, seed)
+        f = ((x["advantages"] != 0)[:, None] & x["mask"].bool()).sum().item() / shape.scored
+        x["hidden"].requires_grad_()
+        x["weight"].requires_grad_(trainable)
+    except Exception as error:  # noqa: BLE001  no provider could run, and all of them say why
+        runs, note = [], what_failed(error)
+        for row in rows.values():
+            row["note"] = note
+    if runs and exact is None:
+        exact = float64_gradients(shape, device, seed)
+
+    for name, variant, fn in runs:
+        row = rows[name, variant]
         try:
-            _elapsed(lambda fn=fn: _run(fn, x), device)  # compiles and warms up
-            x["hidden"].grad = x["weight"].grad = None  # or the peak would be counted from the last pass's gradients
+            elapsed(lambda fn=fn: _run(fn, x), device)  # compiles and warms up
+            _clear(x)  # or the peak would be counted from the last pass's gradients
             row["peak_mib"] = measure_peak(lambda fn=fn: _run(fn, x), device)[1] / 2**20
-            grad = x["hidden"].grad
-            row["grad_error"] = None if grad is None else ((grad.double() - exact).norm() / exact.norm()).item()
-            alive.append((name, fn, []))
+            if not providers[name].floor:
+                row["dh_error"], row["dw_error"] = (_error(x[k].grad, exact.get(k)) for k in ("hidden", "weight"))
+                row["note"] = exact.get("note", "")
+            times[name, variant] = []
         except Exception as error:  # noqa: BLE001  a provider that fails is a row, and the others go on
-            row["note"] = _first_line(error)
-        x["hidden"].grad = x["weight"].grad = None
-        gc.collect()
+            row["note"] = what_failed(error)
+            free(device)
+        _clear(x)
     for _ in range(repeats):
-        for name, fn, times in alive:
-            if len(times) < 2 or times[-1] < 500:  # of a pass this slow, two say enough
-                times.append(_elapsed(lambda fn=fn: _run(fn, x), device))
-                rows[name]["ms"] = statistics.median(times)
-    return [{"head": "trainable" if trainable else "frozen", **vars(shape), **row} for row in rows.values()]
+        for name, variant, fn in runs:
+            taken = times.get((name, variant))
+            if taken is None or len(taken) >= 2 and taken[-1] > SLOW_MS or providers[name].floor == "memory":
+                continue
+            try:
+                taken.append(elapsed(lambda fn=fn: _run(fn, x), device))
+            except Exception as error:  # noqa: BLE001
+                del times[name, variant]
+                rows[name, variant]["note"] = what_failed(error)
+                free(device)
+            _clear(x)
+    for key, taken in times.items():
+        if taken:
+            rows[key] |= {"ms": statistics.median(taken), "min_ms": min(taken)}
+            flops = 2 * shape.scored * shape.hidden * shape.vocab * (1 + f * (1 + trainable))
+            rows[key]["tflops"] = flops / rows[key]["ms"] / 1e9
+    about = {"head": "trainable" if trainable else "frozen", **vars(shape), "active": f}
+    return [about | _fastest(name, p, rows) for name, p in providers.items()]
 
 
-def no_head(hidden, weight, token_ids, mask, advantages):
-    """Nothing in the head's place: what the rest of a training step takes."""
-    return hidden.float().mean()
+def _fastest(name, provider, rows):
+    """The provider's row, of its fastest variant."""
+    found = {variant: rows[name, variant] for variant in provider.variants}
+    best = min(found, key=lambda variant: found[variant]["ms"] or float("inf"))
+    if len(found) > 1 and not found[best]["note"]:
+        found[best]["note"] = f"the fastest of {', '.join(found)}: {best}"
+    return found[best]
 
 
-def bench_step(dtype: str, device, batch=64, prompt=128, completion=512, small=False, repeats=3, seed=0) -> list[dict]:
-    """One row per provider for a whole step: backbone with gradient checkpointing, head, backward, AdamW, tied head.
-
-    ms is the median step, peak_mib the device's peak (weights, gradients and optimiser included)."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    size = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128)
-    size |= dict(num_key_value_heads=8, vocab_size=151_936, max_position_embeddings=40_960)
-    if small:
-        size |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
-        size |= dict(num_key_value_heads=2, vocab_size=4_096)
-    rows = []
-    for name, fn in {"no head": no_head, **{k: PROVIDERS[k] for k in ("naive", "TRL", "chunked")}}.items():
-        row = dict(provider=name, ms=None, peak_mib=None, note="")
-        model = optimiser = None
-        try:
-            torch.manual_seed(seed)
-            with torch.device(device):
-                model = (
-                    Qwen3ForCausalLM(Qwen3Config(**size, tie_word_embeddings=True)).to(getattr(torch, dtype)).train()
-                )
-                ids = torch.randint(model.config.vocab_size, (batch, prompt + completion))
-                advantages = torch.randn(batch)
-            model.gradient_checkpointing_enable()
-            optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6)
-            mask = torch.zeros_like(ids)
-            mask[:, prompt - 1 : -1] = 1
-
-            def step(model=model, optimiser=optimiser, ids=ids, mask=mask, advantages=advantages, fn=fn):
-                hidden, targets, scored = model.model(ids, use_cache=False).last_hidden_state, ids.roll(-1, 1), mask
-                if fn is PROVIDERS["naive"]:  # a mask does not save it the logits of the prompt
-                    hidden, targets, scored = (x[:, prompt - 1 : -1] for x in (hidden, targets, scored))
-                fn(hidden, model.lm_head.weight, targets, scored, advantages).backward()
-                optimiser.step()
-                optimiser.zero_grad(set_to_none=True)
-
-            step()
-            if device.type == "cuda":
-                base = torch.cuda.memory_allocated(device)
-                row["peak_mib"] = (base + measure_peak(step, device)[1]) / 2**20
-            row["ms"] = statistics.median(_elapsed(step, device) for _ in range(repeats))
-        except Exception as error:  # noqa: BLE001
-            row["note"] = _first_line(error)
-        rows.append(dict(dtype=dtype, batch=batch, prompt=prompt, completion=completion) | row)
-        del model, optimiser
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows
+def float64_gradients(shape, device, seed=0):
+    """dH and dW of the shape's inputs in float64, chunk by chunk; {"note": why} where they cannot be had."""
+    try:
+        x = make_inputs(shape, device, seed)
+        x |= {k: x[k].double().requires_grad_() for k in ("hidden", "weight")}
+        loss, _ = grpo_loss(**x, impl="chunked", backend="torch", chunk_tokens=256)
+        loss.backward()
+        return {k: x[k].grad for k in ("hidden", "weight")}
+    except Exception as error:  # noqa: BLE001
+        return {"note": f"no float64 reference: {what_failed(error)}"}
+    finally:
+        free(device)
 
 
-def _first_line(error):
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:120]}"
+def both_heads(shape, device, providers, repeats, seed):
+    """``bench`` for a trained and for a frozen head, which share the float64 reference."""
+    exact = float64_gradients(shape, device, seed)
+    for trainable in (True, False):
+        yield bench(shape, trainable, device, providers, repeats, seed, exact)
+        free(device)
 
 
-def _exact_gradient(x):
-    """dH in float64, chunk by chunk."""
-    hidden = x["hidden"].detach().double().requires_grad_()
-    rest = {k: v.detach() for k, v in x.items() if k != "hidden"}
-    loss, _ = grpo_loss(hidden, **(rest | {"weight": rest["weight"].double()}), backend="torch", chunk_tokens=256)
-    loss.backward()
-    return hidden.grad
+def frontier(shape, device, providers, repeats, seed, steps=6):
+    """Time against memory: the chunked loss from its least memory to twice what it takes by itself, and TRL's tiles.
+
+    The column ``setting`` says where on its curve a provider stands: "default", "low", a memory budget, a tile."""
+    exact = float64_gradients(shape, device, seed)
+    for trainable in (True, False):
+        sweep = {name: p for name, p in providers.items() if p.floor}
+        if "chunked" in providers:
+            ends = {name: PROVIDERS[name] for name in CHUNKED}
+            most, least = (row["peak_mib"] for row in bench(shape, trainable, device, ends, 0, seed, exact))
+            sweep |= {"chunked: default": ends["chunked"], "chunked: low": ends["chunked, low memory"]}
+            if most and least:
+                between = [least * (most / least) ** (i / steps) for i in range(1, steps + 1)]
+                for budget in sorted({round(mib, 3) for mib in [*between, 2 * most]}):
+                    fn = heads.ours("chunked", memory_budget=int(budget * 2**20))
+                    sweep[f"chunked: budget {budget:,.4g} MiB"] = Provider({"": fn})
+        if "TRL" in providers:
+            tiles = sorted({min(tile, shape.vocab) for tile in TILES})
+            sweep |= {f"TRL: tile {tile:,}": Provider({"": heads.trl_fused(tile)}) for tile in tiles}
+        rows = bench(shape, trainable, device, sweep, repeats, seed, exact)
+        for row in rows:
+            row["provider"], _, row["setting"] = row["provider"].partition(": ")
+            if row["setting"] == "tile 32,768":
+                row["setting"] = "default, tile 32,768"
+        yield rows
+        free(device)
+
+
+def what_failed(error):
+    """One line for the column ``note``."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    if isinstance(error, ImportError):
+        return f"absent: {line}"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return f"out of memory: {line}"
+    return f"{type(error).__name__}: {line}"
+
+
+def free(device):
+    """Give back what a failure or a finished cell has left. Not between passes: the next one would pay for it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _run(fn, x):
-    x["hidden"].grad = x["weight"].grad = None
+    _clear(x)
     loss = fn(**x)
     if loss is not None:
         loss.backward()
 
 
-def _elapsed(fn, device):
+def _clear(x):
+    x["hidden"].grad = x["weight"].grad = None
+
+
+def _error(grad, exact):
+    return None if grad is None or exact is None else ((grad.double() - exact).norm() / exact.norm()).item()
+
+
+def elapsed(fn, device):
     """Milliseconds of ``fn()``."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -246,47 +229,85 @@ def _elapsed(fn, device):
     return start.elapsed_time(end)
 
 
+def title(row):
+    """What the rows of a cell have in common, in words."""
+    names = [name for name in row if name in ("head", "model", "checkpointing", *vars(TINY))]
+    return ", ".join(f"{name} {row[name]}" for name in names if row[name] or name not in ("zero_share", "peaked"))
+
+
+def print_rows(rows):
+    """One line per row; times also as multiples of the bare GEMMs', peaks also beyond a step without a head."""
+    base = {row["provider"]: row for row in rows}
+    floor, bare = (base.get(name, {}).get(key) for name, key in (("bare GEMMs", "ms"), ("no head", "peak_mib")))
+    for row in rows:
+        name = row["provider"] + (f", {row['setting']}" if row.get("setting") else "")
+        ms, peak = ("-" if row[k] is None else f"{row[k]:,.{d}f}" for k, d in (("ms", 1), ("peak_mib", 0)))
+        line = f"  {name:30} {ms:>9} ms {peak:>9} MiB"
+        if row["ms"] and floor:
+            line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:7.3g} TFLOP/s"
+        if row["peak_mib"] and bare:
+            line += f"  {row['peak_mib'] - bare:+9,.0f} MiB for the head"
+        for key, label in (("dh_error", "dH"), ("dw_error", "dW")):
+            if row.get(key) is not None:
+                line += f"  {label} error {row[key]:.1e}"
+        print(line + (f"  {row['note']}" if row["note"] else ""), flush=True)
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m grpo_lab.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    parser.add_argument("--step", action="store_true", help="whole training steps instead of the head alone")
-    parser.add_argument("--repeats", type=int, default=7)
+    from grpo_lab.bench_step import MODELS, step_tables
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*MEMBERS, "step"]
+    default = names if torch.cuda.is_available() else ["head", "frontier", "step"]
+    which = "which, by commas (default: all on a GPU; head,frontier,step on a CPU)"
+    parser.add_argument("--tables", default=",".join(default), help=which)
+    parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
+    parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, each in quotes")
+    parser.add_argument("--models", default=",".join(MODELS), help="of the table step, by commas (default: all)")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="of the table step (default: both)")
+    repeats = f"timed passes (default: 7 on a GPU, 3 on a CPU); 2 where one takes over {SLOW_MS} ms"
+    parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3, help=repeats)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes")} | {"provider": []}
+    known = {"tables": names, "models": list(MODELS), "dtypes": ["bfloat16", "float32"]}
+    for key, allowed in (known | {"providers": [*PROVIDERS, "no head"]}).items():
+        for name in chosen.get(key) or args.providers or []:
+            if name not in allowed:
+                parser.error(f"--{key}: {name!r} is none of {', '.join(allowed)}")
+    if args.repeats < 1:
+        parser.error(f"--repeats: {args.repeats}, expected 1 or more")
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    about = describe_environment()
-    where = {"device": about["gpu"][0] if about["gpu"] else f"{about['cpu']}, {torch.get_num_threads()} threads"}
-    where |= {name: about["packages"].get(name) for name in ("torch", "triton", "trl", "liger-kernel")}
-    command = "python -m grpo_lab.bench" + " --step" * args.step + f" --repeats {args.repeats}"
-    where |= {"commit": about["commit"], "time": about["time"], "command": command}
-    on_gpu = device.type == "cuda"
-    if args.step:
-        sizes = {} if on_gpu else dict(batch=4, prompt=8, completion=24, small=True)
-        tables = ((f"step, {d}", bench_step(d, device, **sizes)) for d in ("bfloat16", "float32"))
-    else:
-        tables = (
-            (
-                f"{shape}, {'trainable' if trainable else 'frozen'} head",
-                bench(shape, trainable, device, repeats=args.repeats),
+    # a record names the folder, and not where it lies on this machine
+    said = [args.out.name if args.out and part == str(args.out) else part for part in argv]
+    where = provenance(shlex.join(["python", "-m", "grpo_lab", "bench", *said]))
+    for table in chosen["tables"]:
+        rows, began = [], time.perf_counter()
+        if table == "step":
+            cells = step_tables(device, chosen["models"], chosen["dtypes"], args.providers, args.repeats, args.seed)
+        else:
+            members = {name: PROVIDERS[name] for name in MEMBERS[table] if name in (args.providers or PROVIDERS)}
+            measure = frontier if table == "frontier" else both_heads
+            cells = (
+                cell
+                for shape in SHAPES[device.type][table]
+                for cell in measure(shape, device, members, args.repeats, args.seed)
             )
-            for shape in (RECORDED if on_gpu else SMALL)
-            for trainable in (True, False)
-        )
-    rows = []
-    for title, table in tables:
-        print(title)
-        for row in table:
-            ms, peak, error = (row.get(k) for k in ("ms", "peak_mib", "grad_error"))
-            ms, peak = "-" if ms is None else f"{ms:,.1f}", "-" if peak is None else f"{peak:,.0f}"
-            error = "" if error is None else f"dH error {error:.1e}"
-            print(f"  {row['provider']:20} {ms:>9} ms {peak:>9} MiB  {error}  {row['note']}", flush=True)
-        rows += table
-        if args.out:  # after each table: a bench that is stopped leaves what it has measured
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, [*rows[0], *where])
-                writer.writeheader()
-                writer.writerows(row | where for row in rows)
+        for cell in cells:
+            if not cell:
+                continue
+            print(f"{table}: {title(cell[0])}")
+            print_rows(cell)
+            rows += [row | where for row in cell]
+            if args.out:  # after each cell: a bench that is stopped leaves what it has measured
+                write_table(args.out / file_name(table, device), rows)
+        print(f"{table}: {time.perf_counter() - began:.0f} s", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,7 @@
 """The command line: ``python -m grpo_lab run 06 -p seed 3 -f params.yaml`` executes a notebook into its run folder.
 
+``python -m grpo_lab bench`` measures loss heads side by side (``bench.py``).
+
 papermill does the executing, in the notebooks' folder as JupyterLab does; the folder is the one that ``open_run`` in
 the notebook names, so the same parameters again show a finished run and resume an interrupted one.
 """
@@ -176,6 +178,11 @@ def run(arguments):
 
 def main(argv=None):
     """Exit status 0 for a finished run, 1 for a failed one, 2 for a request that cannot be met, 130 when stopped."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:  # it reads its own options: `run` must not wait until torch is imported
+        from grpo_lab.bench import main as bench
+
+        return bench(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m grpo_lab", description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("run", help="execute a notebook into its run folder, or show the finished run")
@@ -184,6 +191,7 @@ def main(argv=None):
     command.add_argument("-f", "--file", action="append", default=[], help="YAML file of parameters; -p overrides it")
     command.add_argument("--root", help="folder of the run folders (default: $GRPO_LAB_RUNS, else the clone's runs/)")
     command.add_argument("--fresh", action="store_true", help="set an earlier run of these parameters aside")
+    commands.add_parser("bench", help="measure loss heads side by side (bench -h lists its options)")
     try:
         return run(parser.parse_args(argv))
     except ValueError as error:

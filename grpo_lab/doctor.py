@@ -17,8 +17,8 @@ from pathlib import Path
 
 CLONE = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    "grpo-lab torch triton transformers trl peft accelerate datasets math-verify liger-kernel vllm bitsandbytes "
-    "deepspeed numpy papermill"
+    "grpo-lab torch triton transformers trl peft accelerate datasets math-verify liger-kernel "
+    "cut-cross-entropy vllm bitsandbytes deepspeed numpy papermill"
 ).split()
 RESUME = "Run the same cell or command again: it goes on from the last whole checkpoint."
 

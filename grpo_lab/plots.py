@@ -1,7 +1,8 @@
 """The notebooks' figures: one function each, static matplotlib, plus ``show`` that adds an interactive plotly twin.
 
 Each returns a matplotlib Figure and displays nothing by itself. Colours are those of Okabe and Ito, which colour-blind
-eyes tell apart; line styles, markers and hatches do so in grey print. Left out: tables, widgets and animations.
+eyes tell apart; line styles, markers and hatches do so in grey print. Left out: tables, widgets and animations;
+``bench_plots.py`` draws the benchmark's curves.
 """
 
 import base64
@@ -23,11 +24,11 @@ def axes(title, x_label, y_label, size=(6.4, 3.8)):
     """A figure with one plain pair of axes."""
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     ax = figure.add_subplot()
-    _dress(ax, title, x_label, y_label)
+    dress(ax, title, x_label, y_label)
     return figure, ax
 
 
-def _dress(ax, title, x_label, y_label):
+def dress(ax, title, x_label, y_label):
     ax.set_title(title, fontsize=11, loc="left")
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
@@ -108,7 +109,7 @@ def panels_figure(rows, panels, window=10):
     figure = Figure(figsize=(9.0, 2.9 * -(-len(panels) // 2)), dpi=100, layout="constrained")
     grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flatten()
     for ax, (title, lines) in zip(grid, panels.items()):
-        _dress(ax, title, "step", "")
+        dress(ax, title, "step", "")
         for (label, key), colour in zip(lines.items(), PALETTE):
             points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
             if points:
@@ -230,7 +231,8 @@ def heads_figure(rows, title="Loss heads side by side", longest_ms=None):
     """Peak memory and time of each provider, one bar for a head that trains and one for a frozen head.
 
     rows: as ``bench.bench`` gives them: provider, head ("trainable" or "frozen"), peak_mib and ms, both None where the
-    provider failed. longest_ms: where the time axis ends; a bar that goes on has its value in the bar, with an arrow.
+    provider failed, ms alone where time means nothing. longest_ms: where the time axis ends; a bar that goes on has its
+    value in the bar, with an arrow.
     """
     bars_of = {(r["provider"], r["head"]): r for r in rows}
     providers = list(dict.fromkeys(r["provider"] for r in rows))
@@ -243,7 +245,8 @@ def heads_figure(rows, title="Loss heads side by side", longest_ms=None):
             bars = ax.barh([2 * i + 0.9 * offset for i in places], [v or 0 for v in values], 0.84, color=colour,
                            hatch=hatch, edgecolor="white", label=f"{head} head")  # fmt: skip
             cut = [key == "ms" and longest_ms is not None and (v or 0) > longest_ms for v in values]
-            labels = ["" if c else f"{v:,.0f}" if v else "failed" for v, c in zip(values, cut)]
+            failed = [bars_of[providers[i], head]["peak_mib"] is None for i in places]
+            labels = ["" if c else f"{v:,.0f}" if v else "failed" * f for v, c, f in zip(values, cut, failed)]
             ax.bar_label(bars, labels, fontsize=8, padding=2)
             for bar, value in ((bar, v) for bar, v, c in zip(bars, values, cut) if c):
                 ax.text(longest_ms, bar.get_y() + bar.get_height() / 2, f"{value:,.0f} → ", fontsize=8, ha="right",

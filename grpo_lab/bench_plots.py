@@ -1,0 +1,133 @@
+"""The benchmark's curves: time against memory, time against the share of zero advantages, and whole training steps.
+
+Figures as in ``plots.py``, which draws the bars of the head table and shows all of them. What failed is left out of a
+curve and named in a bar.
+"""
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from grpo_lab.plots import BLUE, GREEN, GREY, ORANGE, RED, SKY, bar_panels, dress
+
+PROVIDER_LOOKS = {  # line colour, marker, hatch of the bench's providers
+    "chunked": (BLUE, "o", None),
+    "chunked, low memory": (SKY, "^", "\\\\"),
+    "TRL": (GREEN, "s", "//"),
+    "naive": (RED, "^", "xx"),
+    "bare GEMMs": (GREY, None, None),
+}
+
+
+def _pair(title, size, x_label, y_label):
+    """Two panels side by side with a y axis each, for a trained and a frozen head."""
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    panels = dict(zip(("trainable", "frozen"), figure.subplots(1, 2)))
+    for head, ax in panels.items():
+        dress(ax, f"{head} head", x_label, y_label)
+    return figure, panels
+
+
+def frontier_figure(rows, title="What memory buys"):
+    """Time against peak memory: a curve per provider, its own default filled, and the two floors as dotted lines.
+
+    rows: the bench's table "frontier": provider, head, setting, peak_mib and ms, None where it failed (left out); the
+    floors are "bare GEMMs" (ms) and "gradients alone" (peak_mib).
+    """
+    figure, panels = _pair(title, (9.0, 3.8), "peak memory beyond the inputs, MiB", "time, ms")
+    for head, ax in panels.items():
+        here = [r for r in rows if r["head"] == head and r["peak_mib"] is not None]
+        curves = {}
+        for row in here:
+            if row.get("setting") and row["ms"] is not None:
+                curves.setdefault(row["provider"], []).append((row["peak_mib"], row["ms"], row["setting"]))
+        for provider, points in curves.items():
+            colour, marker, _ = PROVIDER_LOOKS.get(provider, (ORANGE, "^", None))
+            memory, time, _ = zip(*sorted(points))
+            ax.plot(memory, time, "-", color=colour, linewidth=1.8, label=provider)
+            ax.plot(memory, time, marker, color=colour, markerfacecolor="white", label=f"_{provider}: measured")
+            for m, t, setting in points:
+                if setting.startswith(("default", "low")):
+                    ax.annotate(setting.split(",")[0], (m, t), (0, 8), textcoords="offset points", fontsize=8,
+                                ha="center", color=colour)  # fmt: skip
+        if not curves:
+            continue
+        (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+        floor = {r["provider"]: r for r in here}
+        least = floor.get("gradients alone", {}).get("peak_mib") or 0
+        bare = floor.get("bare GEMMs", {}).get("ms")
+        left, low = min(left, 0.8 * least or left), min(low, 0.95 * bare if bare else low)
+        if least:
+            ax.plot([least] * 2, [low, high], "-.", color=GREY, linewidth=1.2, label="gradients alone")
+        if bare:
+            ax.plot([left, right], [bare] * 2, ":", color=GREY, linewidth=1.4, label="bare GEMMs")
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(left if left > 0 else None, right * 1.1)
+        ax.set_ylim(low, high + 0.06 * (high - low))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+        ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def zero_advantage_figure(rows, title="Sequences of zero advantage"):
+    """Time against the share of sequences whose advantage is zero, a line per provider.
+
+    rows: the bench's table "zero": provider, head, zero_share and ms (None where it failed: left out).
+    """
+    figure, panels = _pair(title, (9.0, 3.6), "share of zero-advantage sequences", "time, ms")
+    for head, ax in panels.items():
+        here = [r for r in rows if r["head"] == head and r["ms"] is not None]
+        for provider in dict.fromkeys(r["provider"] for r in here):
+            points = sorted((r["zero_share"], r["ms"]) for r in here if r["provider"] == provider)
+            colour, marker, _ = PROVIDER_LOOKS.get(provider, (ORANGE, "^", None))
+            line = ":" if marker is None else "-"
+            ax.plot(*zip(*points), line, color=colour, linewidth=1.8, label=provider)
+            if marker:
+                ax.plot(*zip(*points), marker, color=colour, markerfacecolor="white", label=f"_{provider}: measured")
+        ax.set_ylim(0, None)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
+        if ax.lines:
+            ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def steps_figure(rows, title="Whole training steps: what the loss head adds"):
+    """A bar per setting and provider, peak memory and time: grey is the same step without a head, coloured the head.
+
+    rows: the bench's table "step": provider ("no head" among them), dtype, batch, peak_mib and ms, both None where the
+    step failed; model and checkpointing where there is more than one.
+    """
+
+    def setting(row):
+        name = f"{row.get('model') or 'Qwen3-0.6B'}, {row['dtype']}, {row['batch']} sequences"
+        return name if row.get("checkpointing") in (None, True) else f"{name}, no checkpointing"
+
+    settings = list(dict.fromkeys(map(setting, rows)))
+    providers = [name for name in dict.fromkeys(r["provider"] for r in rows) if name != "no head"]
+    cell = {(setting(r), r["provider"]): r for r in rows}
+    names = [f"{s}: {p}" if i == 0 else p for s in settings for i, p in enumerate(providers)]
+    figure, panels = bar_panels(title, ("peak memory of the device, GiB", "time of a step, s"), names)
+    figure.set_size_inches(9.4, 1.2 + 0.24 * len(names))
+    for ax, key, unit in zip(panels, ("peak_mib", "ms"), (1024, 1000)):
+        ax.margins(x=0.45)  # room for the labels
+        for j, provider in enumerate(providers):
+            colour, _, hatch = PROVIDER_LOOKS.get(provider, (ORANGE, None, ".."))
+            for i, s in enumerate(settings):
+                row, without = cell.get((s, provider)), cell.get((s, "no head"))
+                place, whole = i * len(providers) + j, row and row[key]
+                if row is None:
+                    continue
+                if whole is None:  # on a CPU no step has a peak
+                    failed = "out of memory" if "out of memory" in (row.get("note") or "") else "failed"
+                    ax.text(0, place, f" {failed if row.get('note') else '-'}", fontsize=8, va="center")
+                    continue
+                base = min(whole, (without and without[key]) or 0)
+                ax.barh(place, base / unit, 0.8, color="#CCCCCC", edgecolor="white", label="no head")
+                bars = ax.barh(place, (whole - base) / unit, 0.8, left=base / unit, color=colour, hatch=hatch,
+                               edgecolor="white", label=provider)  # fmt: skip
+                ax.bar_label(bars, [f"{whole / unit:.2f} (+{(whole - base) / unit:.2f})"], fontsize=8, padding=2)
+    labels = {}
+    for ax in panels:
+        labels |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
+    figure.legend(labels.values(), labels, fontsize=8, frameon=False, ncols=4, loc="upper right")
+    return figure
