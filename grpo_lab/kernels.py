@@ -79,10 +79,6 @@ if triton is not None:
         return tl.load(z_ptr + cols, mask=cols < end, other=-float("inf")).to(tl.float32)
 
     @triton.jit
-    def _add(a1, a2, b1, b2):
-        return a1 + b1, a2 + b2
-
-    @triton.jit
     def _absorb_block(x, peak, total, dot, SLACK: tl.constexpr):
         """A row's running statistics after the logits x, the block's numerators, and by what earlier ones shrink."""
         top = tl.max(x, axis=0)
@@ -90,10 +86,9 @@ if triton is not None:
         # Not below -1e30, so that e * shift is 0 where x is -inf; a NaN stays one
         shift = tl.maximum(x - new_peak, -1e30, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(shift)
-        more_total, more_dot = tl.reduce((e, e * shift), 0, _add)
         rescale = tl.exp(peak - new_peak)
-        dot = rescale * (dot + (peak - new_peak) * total) + more_dot
-        return new_peak, total * rescale + more_total, dot, e, rescale
+        dot = rescale * (dot + (peak - new_peak) * total) + tl.sum(e * shift, axis=0)
+        return new_peak, total * rescale + tl.sum(e, axis=0), dot, e, rescale
 
     @triton.jit
     def _rescale_row(ptr, factor, H, BLOCK: tl.constexpr):
@@ -278,8 +273,11 @@ def finish(state) -> RowStats:
     """The statistics of rows that have seen all their logits."""
     peak, total, dot, target = state
     log_total, gap = total.log(), target - peak
-    logps = -torch.logaddexp(log_total - gap, torch.zeros_like(gap))
-    log_norm = torch.logaddexp(log_total, gap)
+    odds = log_total - gap
+    # Not torch.logaddexp: on a CPU its last bit depends on where in memory an element lies
+    small = torch.log1p((-odds.abs()).exp())
+    logps = -(odds.clamp(min=0.0) + small)
+    log_norm = torch.maximum(log_total, gap) + small
     of_target = logps.exp() * -logps.clamp(min=-1e30)  # 0 * -inf is 0 here
     entropy = of_target + (-log_norm).exp() * (total * log_norm - dot)
     return RowStats(logps, entropy, peak, log_norm, -torch.expm1(logps))

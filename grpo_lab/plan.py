@@ -70,10 +70,13 @@ class Problem(NamedTuple):
             weight = {"dW (V, H)": V * H * s, f"slice of dW in fp32 ({kernels.SLICE}, H)": columns * H * max(s, 4)}
         moments = [always | chunk | weight]
         if self.device == "cpu":
-            rows = min(C, max(1, kernels._TWIN_ELEMENTS // columns))
-            work = {f"work space of the kernels' twin (4, rows, {name[4:]}": 4 * rows * columns * max(s, 4)}
-            widened = {f"fp32 factors of the products {name}": C * columns * 4 + C * H * 4} if s < 4 else {}
-            moments = [moments[0] | work, moments[0] | widened]
+            elements = min(C * columns, kernels._TWIN_ELEMENTS)
+            held = 4 if self.trains and not plan.wide else 3
+            twin = {f"work space of the kernels' twins, {held} x up to 2 MiB": held * elements * max(s, 4)}
+            moments.append(always | chunk | twin | (weight if C < N or not plan.wide else {}))
+            if s < 4:
+                widened = {f"factors of a product in fp32, {name} and ({name[4:-1]}, H)": 4 * columns * (C + H)}
+                moments.append(always | chunk | weight | widened)
         if self.trains and plan.wide and s < 4 and not one_chunk:
             moments.append(always | weight | {"dW in the head's dtype (V, H)": V * H * s})
         return max(moments, key=lambda moment: sum(moment.values()))
@@ -112,7 +115,8 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
         return Plan(min(fixed or (256 if on_cpu else 4096 if trains else 1536), whole), False)
     if on_cpu and fixed is None and memory_budget is None:
         columns = problem.vocab if trains else min(problem.vocab, kernels.SLICE)
-        fixed = -(-n // -(-n // max(64, _CPU_BYTES // (columns * problem.logits_itemsize))))
+        most = max(64, _CPU_BYTES // (columns * problem.logits_itemsize))
+        fixed = -(-n // -(-n // most) // 16) * 16  # equal chunks
     plans = set()
     for wide in (True, False) if trains or not (fixed or on_cpu) else (False,):
         for C in [fixed] if fixed else _CPU_SIZES if on_cpu else _RATES[wide, trains]:

@@ -5,22 +5,28 @@ import torch
 from heads import loss_and_grads, objectives, random_inputs, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_lab import Objective, grpo_loss, token_logps
-from grpo_lab.loss import chunked
+from grpo_lab import Objective, chunked, grpo_loss, kernels, token_logps, workspace
 from grpo_lab.objective import LOSS_TYPES
+
+# Chunks of one token, shorter than a sequence, of some, of all; wide and narrow, the head trained and frozen
+ROUTES = [
+    dict(chunk_tokens=1), dict(chunk_tokens=8), dict(chunk_tokens=16), dict(), dict(frozen_head=True),
+    dict(chunk_tokens=8, frozen_head=True), dict(memory_budget="low"), dict(chunk_tokens=8, memory_budget="low"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_route_equals_the_naive_head_in_float64(loss_type, seed):
+def test_every_route_equals_the_naive_head_in_float64(loss_type, seed, monkeypatch):
+    monkeypatch.setattr(kernels, "SLICE", 16)
     for i, objective in enumerate(objectives(loss_type, 60, seed)):
         x = random_inputs(bias=i % 2 == 0, off_policy=i % 3 != 0)
         options = dict(objective=objective, softcap=[None, 3.0][i % 2], logit_scale=[1.0, 0.5][i % 5 == 0])
         expected, expected_grads, expected_stats = loss_and_grads(x, impl="naive", **options)
-        for chunk_tokens in (1, 8, 16, "auto"):
-            loss, grads, stats = loss_and_grads(x, impl="chunked", chunk_tokens=chunk_tokens, **options)
-            assert abs(loss - expected) < 1e-9 * (1 + abs(expected)), (objective, chunk_tokens)
-            for name, grad in grads.items():
-                assert relative(grad, expected_grads[name]) < 1e-9, (name, objective, chunk_tokens)
+        for route in ROUTES:
+            loss, grads, stats = loss_and_grads(x, impl="chunked", **options, **route)
+            assert abs(loss - expected) < 1e-9 * (1 + abs(expected)), (objective, route)
+            for name in ("hidden",) if route.get("frozen_head") else grads:
+                assert relative(grads[name], expected_grads[name]) < 1e-9, (name, objective, route)
             assert stats.metrics() == pytest.approx(expected_stats.metrics(), abs=1e-9, nan_ok=True)
             torch.testing.assert_close(stats.logps, expected_stats.logps)
             torch.testing.assert_close(stats.entropy, expected_stats.entropy)
@@ -131,9 +137,11 @@ def test_gemms_only_for_tokens_with_a_gradient(share, seed):
     x["mask"][:], x["advantages"][:] = 1, 1
     x["advantages"][: int(B * (1 - share))] = 0
     head = 2 * B * T * H * V
-    for frozen, expected in ((False, 1 + 2 * share), (True, 1 + share)):
+    for frozen, budget, expected in (
+        (False, None, 1 + 2 * share), (True, None, 1 + share), (False, "low", 1 + 3 * share), (True, "low", 1 + share)
+    ):  # fmt: skip
         with Largest() as run:
-            loss_and_grads(x, frozen_head=frozen, chunk_tokens=C)
+            loss_and_grads(x, frozen_head=frozen, chunk_tokens=C, memory_budget=budget)
         assert run.flops == pytest.approx(expected * head, rel=0.01)
 
 
@@ -205,12 +213,13 @@ def test_frozen_heads_and_detached_states(seed):
     x = random_inputs(bias=True)
     _, full, _ = loss_and_grads(x)
     _, frozen, _ = loss_and_grads(x, frozen_head=True)
-    assert torch.equal(frozen["hidden"], full["hidden"]) and frozen["weight"] is None and frozen["bias"] is None
-    weight = x["weight"].requires_grad_()
-    args = [x[k] for k in ("hidden", "weight", "token_ids", "mask", "advantages")]
-    rest = {k: v for k, v in x.items() if k in ("bias", "ref_logps", "old_logps", "importance_ratio")}
-    grpo_loss(*args, **rest)[0].backward()
-    assert torch.equal(weight.grad, full["weight"]) and x["hidden"].grad is None
+    assert relative(frozen["hidden"], full["hidden"]) < 1e-12 and frozen["weight"] is None and frozen["bias"] is None
+    for budget in (None, "low"):
+        weight = x["weight"].clone().requires_grad_()
+        args = [weight if k == "weight" else x[k] for k in ("hidden", "weight", "token_ids", "mask", "advantages")]
+        rest = {k: v for k, v in x.items() if k in ("bias", "ref_logps", "old_logps", "importance_ratio")}
+        grpo_loss(*args, **rest, memory_budget=budget)[0].backward()
+        assert relative(weight.grad, full["weight"]) < 1e-12 and x["hidden"].grad is None
 
 
 def test_tied_embeddings_add_up(seed):
@@ -340,25 +349,51 @@ def test_entropies_of_all_ranks_set_the_top_quantile(seed):
 
 def test_chunks_of_whole_sequences():
     scored = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
-    position, spans = chunked.whole_sequences(scored, [3, 1, 0, 2, 4], [3, 1, 0, 0, 4], 4)
-    assert spans == [(0, 4, 4), (4, 8, 4), (8, 10, 0)]  # the inactive sequence goes last, by itself
+    sequences = ((3, True), (1, True), (0, False), (2, False), (4, True))
+    position, spans = chunked.whole_sequences(scored, sequences, 4)
+    assert spans == [(0, 4, True), (4, 8, True), (8, 10, False)]  # the inactive sequence goes last, by itself
     assert position.tolist() == [16, 17, 18, 19, 0, 1, 2, 4, 12, 13]
 
 
+def test_states_that_are_slices_of_longer_sequences_are_not_copied(seed):
+    x = random_inputs(B=4, T=12, H=16, V=50, dtype=torch.float32, off_policy=False)
+    longer = torch.randn(4, 20, 16)
+    longer[:, 5:17] = x["hidden"]
+    expected = loss_and_grads(x, frozen_head=True)
+    longer.requires_grad_()
+    loss, _ = grpo_loss(longer[:, 5:17], *(x[k] for k in ("weight", "token_ids", "mask", "advantages")))
+    loss.backward()
+    assert torch.equal(longer.grad[:, 5:17], expected[1]["hidden"])
+    rows, index = workspace._flat(longer[:, 5:17], torch.arange(48))
+    assert rows.data_ptr() == longer[:, 5:].data_ptr() and torch.equal(rows[index].view(4, 12, 16), longer[:, 5:17])
+
+
 @pytest.mark.parametrize(
-    ("n", "vocab", "itemsize", "device", "free", "chunk"),
-    [
-        (38_694, 151_936, 2, "cuda", 100 << 30, 2150),  # 18 equal chunks, 623 MiB
-        (38_694, 151_936, 2, "cuda", 1 << 30, 880),  # a quarter of the free memory
-        (256, 151_936, 2, "cuda", 100 << 30, 256),
-        (131_072, 151_936, 4, "cuda", 100 << 30, 1102),
-        (4_000, 115, 4, "cpu", None, 4000),
-        (8_192, 32_000, 4, "cpu", None, 256),
-        (0, 32_000, 4, "cpu", None, 1),
-    ],
+    "options", [{}, dict(softcap=3.0), dict(bias=True), dict(logits_fp32=True, dtype=torch.bfloat16)]
 )
-def test_planner(n, vocab, itemsize, device, free, chunk):
-    assert chunked.plan_chunk(n, vocab, itemsize, torch.device(device), free) == chunk
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_adapter_on_the_head(frozen, options, seed, monkeypatch):
+    monkeypatch.setattr(kernels, "SLICE", 16)
+    dtype = options.get("dtype", torch.float64)
+    x = random_inputs(dtype=dtype, bias="bias" in options, off_policy=False)
+    options = {k: v for k, v in options.items() if k not in ("dtype", "bias")}
+    states, weight = torch.randn(5, 9, 4).to(dtype), torch.randn(37, 4).mul(0.3).to(dtype)
+
+    def run(**more):
+        leaves = [t.clone().requires_grad_() for t in (x["hidden"], states, weight)]
+        head = x["weight"].clone().requires_grad_(not frozen)
+        arguments = {k: v for k, v in x.items() if k not in ("hidden", "weight")} | options | more
+        loss, _ = grpo_loss(leaves[0], head, lora=leaves[1:], **arguments)
+        loss.backward()
+        return [loss.detach(), *(t.grad for t in leaves), *([] if frozen else [head.grad])]
+
+    expected = run(impl="naive")
+    limit = 1e-9 if dtype == torch.float64 else 2e-2
+    for objective in (Objective(), Objective(entropy_coef=0.1), Objective(importance_sampling_level="sequence")):
+        expected = run(impl="naive", objective=objective)
+        for more in ({}, dict(memory_budget="low"), dict(chunk_tokens=8), dict(chunk_tokens=8, memory_budget="low")):
+            for got, wanted in zip(run(objective=objective, **more), expected, strict=True):
+                assert relative(got, wanted) < limit, (objective, more)
 
 
 def bad(**change):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from grpo_lab import grpo_loss, memory
+from grpo_lab import grpo_loss, kernels, memory
 from grpo_lab.memory import measure_peak, predict_loss_bytes
 
 MIB = 2**20
@@ -61,9 +61,12 @@ def test_sampling_stands_in_where_the_kernel_gives_no_high_water_mark(monkeypatc
 
 @needs_exact
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("impl, chunk", [("naive", "auto"), ("chunked", "auto"), ("chunked", 64)])
+@pytest.mark.parametrize(
+    "impl, chunk, budget",
+    [("naive", "auto", None), ("chunked", "auto", None), ("chunked", 64, None), ("chunked", "auto", "low")],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_prediction_agrees_with_the_measured_peak(dtype, impl, chunk, trainable):
+def test_prediction_agrees_with_the_measured_peak(dtype, impl, chunk, budget, trainable):
     B, T, H, V = 6, 48, 192, 16384
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(B, T, H, generator=generator).to(dtype).requires_grad_()
@@ -73,12 +76,14 @@ def test_prediction_agrees_with_the_measured_peak(dtype, impl, chunk, trainable)
 
     def fn():
         hidden.grad = weight.grad = None
-        loss, _ = grpo_loss(hidden, weight, ids, torch.ones(B, T), advantages, impl=impl, chunk_tokens=chunk)
-        loss.backward()
+        plan = dict(chunk_tokens=chunk, memory_budget=budget)
+        grpo_loss(hidden, weight, ids, torch.ones(B, T), advantages, impl=impl, **plan)[0].backward()
 
     fn()
     hidden.grad = weight.grad = None
-    predicted = predict_loss_bytes(B, T, H, V, dtype, impl, chunk_tokens=chunk, trainable_head=trainable)
+    predicted = predict_loss_bytes(
+        B, T, H, V, dtype, impl, chunk_tokens=chunk, memory_budget=budget, trainable_head=trainable
+    )
     _, peak = measure_peak(fn)
     assert sum(predicted.values()) == pytest.approx(peak, rel=0.05), {k: v / MIB for k, v in predicted.items()}
 
@@ -93,13 +98,16 @@ def test_prediction_by_hand():
         predict_loss_bytes(B, 1024, 1024, 151936, torch.bfloat16, "chunked", **fixed, trainable_head=False)
         for B in (64, 128)
     )
-    assert sum(two.values()) - sum(one.values()) == 64 * 1024 * 1024 * 2, "only dH grows with the batch"
+    vectors = (96 + 26) * 64 * 1024
+    assert sum(two.values()) - sum(one.values()) == 64 * 1024 * 1024 * 2 + vectors, (
+        "dH grows with the batch, and vectors"
+    )
     assert sum(one.values()) < sum(naive.values()) / 80
     trained = predict_loss_bytes(64, 1024, 1024, 151936, torch.bfloat16, "chunked", **fixed)
     assert predict_loss_bytes(64, 1024, 1024, 151936, torch.bfloat16, device="cuda"), "on a computer without a GPU too"
-    assert sum(trained.values()) - sum(one.values()) == 151936 * 1024 * 4, (
-        "dW in fp32; rounded when the logits are gone"
-    )
+    chunk = {True: 151936, False: kernels.SLICE}  # whole rows where the head trains
+    expected = 151936 * 1024 * 4 + 1024 * 2 * (chunk[True] - chunk[False])
+    assert sum(trained.values()) - sum(one.values()) == expected, "dW in fp32; rounded when the logits are gone"
 
 
 def test_unknown_implementation_is_refused():
@@ -108,19 +116,21 @@ def test_unknown_implementation_is_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("impl", ["naive", "chunked"])
+@pytest.mark.parametrize(("impl", "budget"), [("naive", None), ("chunked", None), ("chunked", "low")])
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
-def test_prediction_agrees_on_a_gpu(impl, trainable):
-    B, T, H, V = 8, 256, 1024, 65536
+def test_prediction_agrees_on_a_gpu(impl, budget, trainable):
+    B, T, H, V = 16, 512, 1024, 65536
     hidden = torch.randn(B, T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(V, H, device="cuda").mul(0.05).bfloat16().requires_grad_(trainable)
     ids, advantages = torch.randint(V, (B, T), device="cuda"), torch.randn(B, device="cuda")
 
     def fn():
         hidden.grad = weight.grad = None
-        grpo_loss(hidden, weight, ids, torch.ones(B, T, device="cuda"), advantages, impl=impl)[0].backward()
+        mask = torch.ones(B, T, device="cuda")
+        grpo_loss(hidden, weight, ids, mask, advantages, impl=impl, memory_budget=budget)[0].backward()
 
     fn()
     hidden.grad = weight.grad = None
-    predicted = predict_loss_bytes(B, T, H, V, torch.bfloat16, impl, trainable_head=trainable, device="cuda")
+    options = dict(memory_budget=budget, trainable_head=trainable, device="cuda")
+    predicted = predict_loss_bytes(B, T, H, V, torch.bfloat16, impl, **options)
     assert sum(predicted.values()) == pytest.approx(measure_peak(fn, "cuda")[1], rel=0.1)

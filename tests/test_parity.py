@@ -115,7 +115,8 @@ def test_every_option_on_every_route(case, loss_type, seed):
         eager = loss_and_grads(x, loss_fn=trl_loss, **options)
         loss, grads, _ = loss_and_grads(x, loss_fn=step_loss, chunk_tokens=8, **options)
         for name, grad in grads.items():
-            allowed = 1.5 * relative(eager[1][name], expected[1][name]) + 1e-6
+            # vespo raises the sum of a sequence's log-ratios to powers: an ulp of one log-prob grows tenfold
+            allowed = 1.5 * relative(eager[1][name], expected[1][name]) + (5e-6 if loss_type == "vespo" else 1e-6)
             assert relative(grad, expected[1][name]) <= allowed, (name, options)
         assert abs(loss - expected[0]) <= 1.5 * abs(eager[0] - expected[0]) + 1e-6, options
         without = loss_and_grads(base, torch.float64, loss_fn=trl_loss, objective=Objective(**default))
