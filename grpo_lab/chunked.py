@@ -6,19 +6,22 @@ chooses the buffer.
 
 Wide: the buffer holds a chunk's whole rows ``(C, V)``. Once a row's log-prob is known, the objective gives its
 coefficient and a kernel overwrites the row with its gradient; a coefficient known beforehand needs one kernel, not two.
-Narrow: it holds one tile ``(C, SLICE)``. A tile becomes softmax numerators ``e = exp(logit - peak)`` and adds ``e W``
-to running sums, as in FlashAttention; when a row has seen its vocabulary, its dH is ``c ((1 - p) w - sum(e W) / Z)``,
-w and p the sampled token's own, kept out of the sums, Z the softmax's denominator. The gradient of a head that trains
-takes one more sweep, one vocabulary slice at a time over all tokens, and is written once, in its own dtype.
+Narrow: it holds one tile ``(C, SLICE)`` after another.
+
+Where a head is frozen, logits become softmax numerators ``e = exp(logit - peak)`` in one step, as in FlashAttention,
+whatever the coefficients will be: dH is ``c ((1 - p) w - sum(e W) / Z)``, w and p the sampled token's own, kept out of
+the sums, Z the softmax's denominator. Narrow tiles add up ``e W`` as they come. A head that trains can be treated alike
+and then take one more sweep, one vocabulary slice at a time over all tokens: its gradient is written once, in its own
+dtype, which takes the least memory.
 
 Routes, by what a token's coefficient depends on (``Objective.coupling``):
   nothing, token   one pass over chunks of packed tokens
   sequence         one pass over chunks of whole sequences, whose last rows stay empty; two phases if a sequence is
                    longer than a chunk
-  batch            two phases: all log-probs first, gradients when the backward pass asks for them; narrow also where
-                   the entropy has a gradient
-GEMMs of head size, f the share of tokens with a gradient: wide 1 + 2f (two phases 1 + 3f); narrow 1 + f where the head
-is frozen (two phases 1 + 2f) and 2f more where it trains.
+  batch            two phases: all log-probs first, gradients when the backward pass asks for them
+An entropy bonus needs rows of gradients: it takes one pass where the plan is wide without slices, else two phases.
+GEMMs of head size, f the share of tokens with a gradient: 1 + 2f; frozen 1 + f; with dW in slices 1 + 3f. Two phases
+compute f more.
 """
 
 import functools
@@ -75,7 +78,7 @@ def one_pass(sweep, objective, tokens, head, coupling):
 
     with torch.no_grad():
         if any(needs):
-            stats, grads = sweep.learn(head, needs, coefficients, beforehand=coupling == "nothing")
+            stats, grads = sweep.learn(head, needs, coefficients, coupling == "nothing", objective.entropy_coef != 0.0)
         else:
             stats = finish(sweep.statistics(head))
         loss, diagnostics = objective.loss(stats.logps, stats.entropy, tokens())
@@ -194,43 +197,45 @@ class Sweep:
     ids: torch.Tensor  # (N,)
     spans: list
 
-    def subset(self, order):
+    def subset(self, index, plan=None):
         """The sweep over these tokens alone, all of them with a gradient."""
-        return Sweep(
-            self.numerics, self.plan, self.position[order], self.ids[order], cut(len(order), len(order), self.plan.C)
-        )
+        plan, ids = plan or self.plan, self.ids[index]
+        return Sweep(self.numerics, plan, self.position[index], ids, cut(len(ids), len(ids), plan.C))
 
     def statistics(self, head):
         """The kernels' running ``state`` ``(4, N)`` of all tokens."""
         with _no_autocast(head):
-            work = Workspace(self, head)
+            work = Workspace(self, head, wide=self.plan.wide)
             for a, b, _ in self.spans:
-                work.load(a, b)
-                self._absorb_tiles(work, a, b)
+                self._logits_and_sums(work, a, b, False)
             return work.state
 
-    def learn(self, head, needs, coefficients, beforehand):
-        """``(RowStats, gradients)`` in one pass. ``coefficients(part, stats)`` gives ``(c, e)`` of the tokens in the
-        slice ``part``; ``beforehand``: it needs no stats, and there is no e."""
+    def learn(self, head, needs, coefficients, beforehand, bonus):
+        """``(RowStats, gradients)`` in one pass, or two for a head whose gradient comes in slices. ``coefficients(part,
+        stats)`` gives ``(c, e)`` of the tokens in the slice ``part``; ``beforehand``: it needs no stats; ``bonus``:
+        there is an e."""
         with _no_autocast(head):
-            work = Workspace(self, head, needs, self.plan.wide)
-            if self.plan.wide:
-                self._learn_wide(work, coefficients, beforehand)
+            now, later = self._split(needs)
+            work = Workspace(self, head, now, self.plan.wide)
+            if now[1] or now[2] or now[4] or bonus:
+                self._learn_in_place(work, coefficients, beforehand)
                 return finish(work.state), work.gradients()
-            c = self._learn_narrow(work, coefficients)
-            stats = finish(work.state)
-            self._weight_by_slices(work, stats, c, None)
-            return stats, work.gradients()
+            c = self._learn_rows(work, coefficients)
+            stats, grads = finish(work.state), work.gradients()
+            del work  # its buffers too
+            learnt = slice(0, sum(b - a for a, b, active in self.spans if active))
+            return stats, self._weight_by_slices(head, later, grads, learnt, stats, c, None)
 
     def learn_known(self, head, needs, stats, c, e):
         """The gradients, given all statistics (RowStats) and coefficients ``(N,)``."""
         with _no_autocast(head):
-            work = Workspace(self, head, needs, self.plan.wide)
+            now, later = self._split(needs)
+            work = Workspace(self, head, now, self.plan.wide)
             c, e = c * work.gain, None if e is None else e * work.gain
-            for a, b, _ in self.spans:
+            for a, b, _ in self.spans if any(now) else ():
                 work.load(a, b)
                 sums = [x[: b - a] for x in work.sums]
-                for first, z, g, weights in work.tiles() if work.wide or sums else ():
+                for first, z, g, weights in work.tiles():
                     self._gradient(z, g, slice(a, b), first, stats, c, e)
                     if work.wide:
                         work.learn_weight(g, work.grads)
@@ -238,20 +243,26 @@ class Sweep:
                     else:
                         add_products(sums, g, weights, first)
                 work.learn_rows(slice(a, b), sums)
-            if not work.wide:
-                self._weight_by_slices(work, stats, c, e)
-            return work.gradients()
+            grads = work.gradients()
+            del work
+            return self._weight_by_slices(head, later, grads, slice(None), stats, c, e)
 
-    def _learn_wide(self, work, coefficients, beforehand):
+    def _split(self, needs):
+        """Which gradients the first sweep takes, and which a second one, over slices of the vocabulary."""
+        rows, whole = (needs[0], False, False, needs[3], False), (False, needs[1], needs[2], False, needs[4])
+        return (rows, whole) if self.plan.slices else (needs, (False,) * 5)
+
+    def _learn_in_place(self, work, coefficients, beforehand):
+        """Whole rows of logits become their gradient."""
         logits = self.numerics.logits
         for a, b, active in self.spans:
+            if not active:
+                self._logits_and_sums(work, a, b, False)
+                continue
             part = slice(a, b)
             work.load(a, b)
             _, z, g, _ = work.tile(0)
             ids, state = self.ids[part], work.state[:, part]
-            if not active:
-                row_stats(z, ids, state, **logits)
-                continue
             if beforehand:
                 row_stats(z, ids, state, grad=g, c=coefficients(part, None)[0] * work.gain, **logits)
             else:
@@ -262,15 +273,13 @@ class Sweep:
             work.learn_weight(g, work.grads)
             work.learn_rows(part, work.products(g))
 
-    def _learn_narrow(self, work, coefficients):
-        """Statistics, dH, and the coefficients ``(N,)``, ``gain`` times too large, of all tokens."""
+    def _learn_rows(self, work, coefficients):
+        """Statistics and dH by way of softmax numerators; the coefficients ``(N,)``, ``gain`` times too large."""
         logits = self.numerics.logits
         factor = logits["inv_t"] * logits["logit_scale"]
         all_c = torch.zeros_like(work.state[0])
         for a, b, active in self.spans:
-            work.load(a, b)
-            sums = [x[: b - a] for x in work.sums] if active else []
-            self._absorb_tiles(work, a, b, sums)
+            sums = self._logits_and_sums(work, a, b, active)
             if not active:
                 continue
             state = work.state[:, a:b]
@@ -285,22 +294,35 @@ class Sweep:
             work.learn_rows(slice(a, b), sums, of_sums, of_own)
         return all_c
 
-    def _absorb_tiles(self, work, a, b, sums=()):
+    def _logits_and_sums(self, work, a, b, active):
+        """The statistics of a chunk go to ``work.state``; returns its ``sum(e W)`` where it is active."""
+        work.load(a, b)
         ids, state, logits = self.ids[a:b], work.state[:, a:b], self.numerics.logits
+        active = active and work.row_weights
+        sums = [x[: b - a] for x in work.sums] if active else []
         for first, z, g, weights in work.tiles():
-            absorb(z, ids, first, state, g if sums else None, sums, work.gain, **logits)
-            if sums:
-                add_products(sums, g, weights, first)
+            if work.wide:
+                row_stats(z, ids, state, numerators=g if active else None, gain=work.gain, **logits)
+                sums = work.products(g) if active else []
+            else:
+                absorb(z, ids, first, state, g if active else None, sums, work.gain, **logits)
+                add_products(sums, g, weights if active else (), first)
+        return sums
 
-    def _weight_by_slices(self, work, stats, c, e):
-        """The head's gradient, one slice of the vocabulary at a time over all tokens."""
-        for first, grads in work.weight_slices():
-            for a, b, active in self.spans:
-                if active:
-                    work.load(a, b)
-                    _, z, g, _ = work.tile(first)
-                    self._gradient(z, g, slice(a, b), first, stats, c, e)
-                    work.learn_weight(g, grads)
+    def _weight_by_slices(self, head, needs, grads, index, stats, c, e):
+        """``grads`` and the head's gradient from the tokens in ``index``: one slice of the vocabulary at a time, over
+        all of these tokens, so that it is written once, in its own dtype."""
+        if not any(needs):
+            return grads
+        sweep, stats, c = self.subset(index, Plan(self.plan.slices, False)), stats.at(index), c[index]
+        work = Workspace(sweep, head, needs)
+        for first, part in work.weight_slices():
+            for a, b, _ in sweep.spans:
+                work.load(a, b)
+                _, z, g, _ = work.tile(first)
+                sweep._gradient(z, g, slice(a, b), first, stats, c, e)
+                work.learn_weight(g, part)
+        return [mine if mine is not None else theirs for mine, theirs in zip(work.gradients(), grads, strict=True)]
 
     def _gradient(self, z, g, part, first, stats, c, e):
         e = None if e is None else e[part]
@@ -333,7 +355,7 @@ def whole_sequences(scored, sequences, C):
     """Scored positions and spans of at most C tokens that cut no sequence; ``sequences`` as in ``plan.bins``."""
     rank = [0] * len(sequences)
     spans, start = [], 0
-    for tokens, is_active, members in bins(sequences, C):
+    for tokens, is_active, members in sorted(bins(sequences, C), key=lambda bin: not bin[1]):
         spans.append((start, start + tokens, is_active))
         start += tokens
         for i in members:

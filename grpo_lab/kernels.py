@@ -94,7 +94,8 @@ if triton is not None:
     def _rescale_row(ptr, factor, H, BLOCK: tl.constexpr):
         for start in range(0, H, BLOCK):
             cols = start + tl.arange(0, BLOCK)
-            tl.store(ptr + cols, tl.load(ptr + cols, mask=cols < H) * factor, mask=cols < H)
+            value = tl.load(ptr + cols, mask=cols < H).to(tl.float32) * factor
+            tl.store(ptr + cols, value.to(ptr.dtype.element_ty), mask=cols < H)
 
     @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
     def _absorb_kernel(
@@ -130,13 +131,15 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
     def _row_stats_kernel(
-        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, state_ptr, state_stride, c_ptr, V, scale, cap, GRAD: tl.constexpr,
+        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, state_ptr, state_stride, c_ptr, V, gain, scale, cap,
+        GRAD: tl.constexpr, NUMERATORS: tl.constexpr,
         HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SLACK: tl.constexpr, LOWEST: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         z_row = z_ptr + row * z_stride
         at = tl.load(ids_ptr + row).to(tl.int32)
+        target = _load_logits(z_row, at, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)  # before it is overwritten
         peak = LOWEST
         total = 0.0
         dot = 0.0
@@ -144,8 +147,16 @@ if triton is not None:
             cols = first + tl.arange(0, BLOCK)
             x = _load_logits(z_row, cols, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)
             x = tl.where(cols == at, -float("inf"), x)
-            peak, total, dot, _, _ = _absorb_block(x, peak, total, dot, SLACK)
-        target = _load_logits(z_row, at, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)
+            new_peak, total, dot, e, rescale = _absorb_block(x, peak, total, dot, SLACK)
+            if NUMERATORS:
+                if HAS_SOFTCAP:
+                    t = x / cap
+                    e = tl.where(e > 0, e * (1 - t * t), 0.0)
+                tl.store(g_ptr + row * g_stride + cols, (e * gain).to(g_ptr.dtype.element_ty), mask=cols < V)
+                if (new_peak != peak) & (first > 0):
+                    tl.debug_barrier()  # other threads wrote what is read here
+                    _rescale_row(g_ptr + row * g_stride, rescale, first, BLOCK)
+            peak = new_peak
         state_ptr += row
         tl.store(state_ptr, peak)
         tl.store(state_ptr + state_stride, total)
@@ -364,21 +375,27 @@ def logits_grad(
         out[rows] = grad if slope is None else grad.mul_(slope)
 
 
-def row_stats(z, ids, state, *, grad=None, c=None, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"):
+def row_stats(
+    z, ids, state, *, grad=None, c=None, numerators=None, gain=1.0, logit_scale=1.0, softcap=None, inv_t=1.0,
+    backend="torch",
+):  # fmt: skip
     """``absorb`` over all of ``z`` ``(R, V)``, into a new ``state`` ``(4, R)``. With ``grad`` ``(R, V)``, which may be
-    z itself, ``logits_grad`` too, for a ``c`` ``(R,)`` that does not depend on the logits."""
+    z itself, ``logits_grad`` too, for a ``c`` ``(R,)`` that does not depend on the logits; with ``numerators`` instead,
+    likewise, ``gain`` times the softmax's numerators, all relative to the row's last peak."""
     if not len(z):
         return
     if backend == "triton":
-        out, c = (z, state) if grad is None else (grad, c)
+        out = grad if grad is not None else z if numerators is None else numerators
         numbers, flags = _logit_args(logit_scale, softcap, inv_t)
-        args = ids, state, state.stride(0), c, z.shape[1], *numbers
-        constants = grad is not None, *flags, _SLACK, _LOWEST, SLICE
+        args = ids, state, state.stride(0), state if c is None else c, z.shape[1], float(gain), *numbers
+        constants = grad is not None, numerators is not None, *flags, _SLACK, _LOWEST, SLICE
         _launch(_row_stats_kernel, (len(z), 1, 1), z, out, args, constants, _WARPS)
         return
     logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=inv_t, backend=backend)
     for first in range(0, z.shape[1], SLICE):
-        absorb(z[:, first : first + SLICE], ids, first, state, **logits)
+        out = None if numerators is None else numerators[:, first : first + SLICE]
+        earlier = [] if numerators is None else [numerators[:, :first]]
+        absorb(z[:, first : first + SLICE], ids, first, state, out, earlier, gain, **logits)
     if grad is not None:
         logits_grad(z, grad, ids, 0, finish(state), c, **logits)
 

@@ -99,7 +99,7 @@ def grpo_loss(
     in_one_pass = impl != "naive" and (
         coupling in ("nothing", "token") or coupling == "sequence" and max(lengths, default=0) <= plan.C
     )
-    in_one_pass = in_one_pass and (plan.wide or objective.entropy_coef == 0.0)
+    in_one_pass = in_one_pass and (objective.entropy_coef == 0.0 or plan.wide and not plan.slices)
     if in_one_pass and coupling == "sequence":
         position, spans = chunked.whole_sequences(scored, sequences, plan.C)
     else:

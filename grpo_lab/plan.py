@@ -1,9 +1,8 @@
-"""How many tokens the chunked head takes at a time, and whether it keeps whole rows of logits: time against memory.
+"""How many tokens the chunked head takes at a time, and what it keeps of them: time against memory.
 
-Two schedules (``chunked.py`` has the arithmetic), f the share of tokens with a gradient:
-  wide    a chunk's whole rows ``(C, V)``. 1 + 2f GEMMs of head size for a head that trains, its gradient kept in fp32.
-  narrow  one ``(C, SLICE)`` tile, small enough for a GPU's L2 cache. 1 + f GEMMs for a frozen head; a head that trains
-          costs 1 + 3f, its gradient written slice by slice in its own dtype: the least memory.
+``chunked.py`` has the arithmetic. A plan is wide where a chunk keeps whole rows of logits ``(C, V)``, or takes one tile
+``(C, SLICE)`` after another. For a head that trains, dW is added up in fp32 as chunks go by (``slices`` 0), or written
+slice by slice in a second sweep whose chunks have ``slices`` rows.
 """
 
 import math
@@ -12,14 +11,12 @@ from typing import NamedTuple
 from grpo_lab import kernels
 
 # Microseconds per row by C, measured on an H200 with H 1024, V 151,936 in bf16; on row counts that are no multiple of
-# 1024 cuBLAS is slower. A small wide chunk also pays for the fp32 dW that it reads and writes.
-_RATES = {  # by (wide, trains)
-    (True, True): {3072: 1.72, 4096: 1.72, 2048: 1.8, 1024: 2.03},
-    (True, False): {3072: 1.24, 4096: 1.28, 2048: 1.3, 1024: 1.32},
-    (False, True): {8192: 2.3, 4096: 2.4, 2048: 2.6, 1024: 2.8, 512: 3.0, 256: 3.4, 128: 4.0, 64: 6.0},
-    (False, False): {8192: 1.18, 4096: 1.24, 2048: 1.3, 1536: 1.35, 1024: 1.4, 512: 1.5, 256: 1.7, 128: 2.0, 64: 3.0},
-}
-_UNEVEN = 1.12
+# 1024 cuBLAS is slower. A small chunk pays for the fp32 dW that it reads and writes.
+_TRAINED = {3072: 1.68, 4096: 1.68, 2048: 1.8, 1024: 2.03}
+_WIDE = {1024: 1.07, 2048: 1.07, 3072: 1.07, 4096: 1.07}  # dH alone
+_NARROW = {8192: 1.2, 4096: 1.25, 2048: 1.3, 1536: 1.35, 1024: 1.4, 512: 1.5, 256: 1.7, 128: 2.0, 64: 3.0}
+_SLICES = {8192: 1.1, 4096: 1.15, 1024: 1.4, 256: 1.7, 64: 3.0}  # dW alone
+_UNEVEN = 1.06
 _CALL, _TILE = 5000.0, 130.0  # microseconds of the host for a call, and for the launches of a tile
 _CPU_BYTES = 32 << 20  # of the buffer on a CPU: larger ones leave its cache
 _CPU_SIZES = (4096, 1024, 256, 64, 16)
@@ -28,6 +25,7 @@ _CPU_SIZES = (4096, 1024, 256, 64, 16)
 class Plan(NamedTuple):
     C: int
     wide: bool
+    slices: int = 0
 
 
 class Problem(NamedTuple):
@@ -48,38 +46,47 @@ class Problem(NamedTuple):
 
     def memory(self, plan: Plan) -> dict[str, int]:
         """The tensors that are alive together at a call's peak, beyond its inputs, in bytes."""
-        B, T, N, H, V, s, C = *self[:5], self.itemsize, plan.C
-        columns = V if plan.wide else min(V, kernels.SLICE)
-        name = f"(C, {'V' if plan.wide else kernels.SLICE})"
+        B, T, N, H, V, s = *self[:5], self.itemsize
+        wide_s = max(s, 4)
         always = {
             "dH (B, T, H)": B * T * H * s,
             "vectors of the tokens (N,) and positions (B, T)": 96 * N + 26 * B * T,
         }
-        chunk = {
-            f"chunk of logits, then of their gradient {name}": C * -(-columns * self.logits_itemsize // 128) * 128,
-            "states of the chunk (C, H)": C * H * s,
-        }
-        if self.logits_itemsize != s:
-            chunk[f"gradient of fp32 logits {name}"] = C * -(-columns * s // 128) * 128
-        chunk["dH of the chunk in fp32 (C, H)"] = C * H * max(s, 4)
-        weight = {}
-        if self.trains and plan.wide:
-            one_chunk = C >= N and s == 2  # dW is one product, rounded at once
-            weight = {"dW (V, H)": V * H * s} if one_chunk else {"dW in fp32 (V, H)": V * H * max(s, 4)}
-        elif self.trains:
-            weight = {"dW (V, H)": V * H * s, f"slice of dW in fp32 ({kernels.SLICE}, H)": columns * H * max(s, 4)}
-        moments = [always | chunk | weight]
-        if self.device == "cpu":
-            elements = min(C * columns, kernels._TWIN_ELEMENTS)
-            held = 4 if self.trains and not plan.wide else 3
-            twin = {f"work space of the kernels' twins, {held} x up to 2 MiB": held * elements * max(s, 4)}
-            moments.append(always | chunk | twin | (weight if C < N or not plan.wide else {}))
-            if s < 4:
-                widened = {f"factors of a product in fp32, {name} and ({name[4:-1]}, H)": 4 * columns * (C + H)}
-                moments.append(always | chunk | weight | widened)
-        if self.trains and plan.wide and s < 4 and not one_chunk:
-            moments.append(always | weight | {"dW in the head's dtype (V, H)": V * H * s})
+
+        def sweep(C, columns, weight):
+            name = f"(C, {'V' if columns == V else columns})"
+            chunk = {
+                f"chunk of logits, then of their gradient {name}": C * -(-columns * self.logits_itemsize // 128) * 128,
+                "states of the chunk (C, H)": C * H * s,
+            }
+            if self.logits_itemsize != s:
+                chunk[f"gradient of fp32 logits {name}"] = C * -(-columns * s // 128) * 128
+            rows = {} if "slice" in "".join(weight) else {"dH of the chunk in fp32 (C, H)": C * H * wide_s}
+            moments = [always | chunk | rows | weight]
+            if self.device == "cpu":
+                elements = min(C * columns, kernels._TWIN_ELEMENTS)
+                held = 3 if rows else 4
+                twin = {f"work space of the kernels' twins, {held} x up to 2 MiB": held * elements * wide_s}
+                moments.append(always | chunk | rows | twin | (weight if C < N else {}))
+                if s < 4:
+                    widened = {f"factors of a product in fp32, {name} and ({name[4:-1]}, H)": 4 * columns * (C + H)}
+                    moments.append(always | chunk | rows | weight | widened)
+            return moments
+
+        one_chunk = plan.C >= N and s == 2  # dW is one product, rounded at once
+        total = {"dW (V, H)": V * H * s} if one_chunk else {"dW in fp32 (V, H)": V * H * wide_s}
+        moments = sweep(plan.C, V if plan.wide else min(V, kernels.SLICE), total if self.in_place(plan) else {})
+        if plan.slices:
+            columns = min(V, kernels.SLICE)
+            weight = {"dW (V, H)": V * H * s, f"slice of dW in fp32 ({columns}, H)": columns * H * wide_s}
+            moments += sweep(plan.slices, columns, weight)
+        elif self.trains and s < 4 and not one_chunk:
+            moments.append(always | total | {"dW in the head's dtype (V, H)": V * H * s})
         return max(moments, key=lambda moment: sum(moment.values()))
+
+    def in_place(self, plan: Plan) -> bool:
+        """Whether rows of logits become their gradient, for dW to be added up."""
+        return self.trains and not plan.slices
 
     def peak(self, plan: Plan) -> int:
         return sum(self.memory(plan).values())
@@ -96,13 +103,19 @@ class Problem(NamedTuple):
             chunks = len(bins(self.sequences, C))
             rows = chunks * C
         if self.device == "cpu":
-            return rows * phases * (2 + trains + (trains and not plan.wide)) + 64 * chunks
-        rates = _RATES[plan.wide, trains]
-        known = max((c for c in rates if c <= C), default=min(rates))
-        rate = rates[known] * (1.0 if C % 1024 == 0 or C in rates else _UNEVEN)
+            return rows * phases * (2 + trains + (plan.slices > 0)) + 64 * chunks
+        rate = _rate(_TRAINED if self.in_place(plan) else _WIDE if plan.wide else _NARROW, C)
+        tiles = chunks * (1 if plan.wide else -(-self.vocab // kernels.SLICE))
+        if plan.slices:
+            rate += _rate(_SLICES, plan.slices)
+            tiles += -(-self.scored // plan.slices) * -(-self.vocab // kernels.SLICE)
         on_gpu = rows * phases * rate * self.hidden * self.vocab / (1024 * 151_936)
-        tiles = chunks * (1 if plan.wide else (1 + trains) * -(-self.vocab // kernels.SLICE))
         return max(on_gpu, _CALL + _TILE * tiles)
+
+
+def _rate(rates, C):
+    known = max((c for c in rates if c <= C), default=min(rates))
+    return rates[known] * (1.0 if C % 1024 == 0 or C in rates else _UNEVEN)
 
 
 def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes: int | None = None) -> Plan:
@@ -112,17 +125,28 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
     whole = -(-n // 16) * 16
     fixed = None if chunk_tokens == "auto" else chunk_tokens
     if memory_budget == "low":
-        return Plan(min(fixed or (256 if on_cpu else 4096 if trains else 1536), whole), False)
+        rows = min(fixed or (256 if on_cpu else 4096), whole)
+        lean = min(fixed or (256 if on_cpu else 1024 if trains else 1536), whole)
+        return Plan(lean, trains and not on_cpu, rows) if trains else Plan(lean, False)
     if on_cpu and fixed is None and memory_budget is None:
         columns = problem.vocab if trains else min(problem.vocab, kernels.SLICE)
         most = max(64, _CPU_BYTES // (columns * problem.logits_itemsize))
         fixed = -(-n // -(-n // most) // 16) * 16  # equal chunks
+    kinds = [(False, True), (False, False)]  # slices, wide
+    if trains:
+        kinds = [(False, True), (True, True), (True, False)]
+    elif on_cpu or fixed:
+        kinds = [(False, False)]
     plans = set()
-    for wide in (True, False) if trains or not (fixed or on_cpu) else (False,):
-        for C in [fixed] if fixed else _CPU_SIZES if on_cpu else _RATES[wide, trains]:
-            plans.add(Plan(min(C, whole), wide))
+    for sliced, wide in kinds:
+        table = _NARROW if not wide else _TRAINED if trains and not sliced else _WIDE
+        for C in [fixed] if fixed else _CPU_SIZES if on_cpu else table:
+            sizes = [C]
             if n > C and not fixed:  # fewer empty rows in the last chunk
-                plans.add(Plan(-(-n // -(-n // C) // 256) * 256, wide))
+                sizes.append(-(-n // -(-n // C) // 256) * 256)
+            for rows in sizes:
+                seconds = [0] if not sliced else [rows] if fixed or on_cpu else _SLICES
+                plans |= {Plan(min(rows, whole), wide, min(second, whole)) for second in seconds}
     limit = memory_budget if memory_budget is not None else math.inf if free_bytes is None else 0.9 * free_bytes
     for plan in sorted(plans, key=lambda plan: (problem.cost(plan), plan)):
         if problem.peak(plan) <= limit:

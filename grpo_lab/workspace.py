@@ -124,16 +124,16 @@ class Workspace:
             grads[2] = d_bias if 2 not in grads else grads[2].add_(d_bias)
 
     def weight_slices(self):
-        """``(index, grads)`` of each slice of the vocabulary, narrow: what ``learn_weight`` leaves in ``grads`` goes to
+        """``(first column, grads)`` of each slice of the vocabulary: what ``learn_weight`` leaves in ``grads`` goes to
         its place, in the head's dtype."""
-        self.sums = []
-        whole = {k: torch.zeros_like(self.head[k]) for k in (1, 2, 4) if self.needs[k]}
-        for first in range(0, len(self.head.weight), self._width) if whole else ():
+        for k in (1, 2, 4):
+            if self.needs[k]:
+                self.grads[k] = torch.zeros_like(self.head[k])
+        for first in range(0, len(self.head.weight), self._width):
             grads = {}
             yield first, grads
             for k, grad in grads.items():
-                whole[k][first : first + len(grad)] = grad if self.gain == 1.0 else grad.div_(self.gain)
-        self.grads |= whole
+                self.grads[k][first : first + len(grad)] = grad if self.gain == 1.0 else grad.div_(self.gain)
 
     def gradients(self):
         """In the order of ``head``, None where none is needed; sums may still be in fp32."""

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 from heads import loss_and_grads, random_inputs, relative
 
-from grpo_lab import Objective, kernels
+from grpo_lab import Objective, kernels, loss
+from grpo_lab.plan import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # An ulp of the stored type: the interpreter truncates where a GPU rounds
@@ -76,7 +77,7 @@ def test_kernels_agree_with_float64_and_the_twins(V, dtype, options, seed, small
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_numerators_follow_a_peak_that_moves(backend, softcap, seed):
+def test_numerators_follow_a_peak_that_moves(backend, softcap, seed, monkeypatch):
     R, V, H, width = 6, 96, 7, 16
     z, ids = rows(R, V, torch.float32)
     z += torch.arange(V, device=DEVICE)[None] * torch.linspace(-2, 2, R, device=DEVICE)[:, None]
@@ -97,6 +98,15 @@ def test_numerators_follow_a_peak_that_moves(backend, softcap, seed):
     for got, w in zip(sums, (weight, weight2), strict=True):
         got = got.double() * (-stats.log_norm.double()).exp()[:, None] / 2.0
         torch.testing.assert_close(got, p @ w.double(), rtol=1e-4, atol=1e-6)
+
+    monkeypatch.setattr(kernels, "SLICE", width)  # and the same of whole rows
+    state = kernels.new_state(R, torch.float32, DEVICE)
+    e = z.clone()  # in place
+    kernels.row_stats(e, ids, state, numerators=e, gain=2.0, backend=backend, **options)
+    for a, b in zip(kernels.finish(state), stats, strict=True):
+        assert torch.equal(a, b)
+    got = e.double() * (-stats.log_norm.double()).exp()[:, None] / 2.0
+    torch.testing.assert_close(got, p, rtol=1e-4, atol=1e-6)
 
 
 def test_bits_do_not_depend_on_the_slices(seed, small_blocks):
@@ -163,6 +173,9 @@ def test_infinities(backend, seed, small_blocks):
     assert torch.isfinite(out[fine]).all() and torch.all(out[0, :64] == 0)
 
 
+SCHEDULES = [Plan(16, True), Plan(16, False, 16), Plan(16, True, 8)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_every_schedule_on_the_kernels(dtype, softcap, seed, small_blocks, monkeypatch):
@@ -173,8 +186,9 @@ def test_every_schedule_on_the_kernels(dtype, softcap, seed, small_blocks, monke
     exact, exact_grads, _ = loss_and_grads(x, torch.float64, impl="naive", **options)
     _, eager_grads, _ = loss_and_grads(x, impl="naive", **options)
     for frozen in (False, True):
-        for more in ({}, {"memory_budget": "low"}):
-            got = loss_and_grads(x, frozen_head=frozen, backend="triton", chunk_tokens=16, **options, **more)
+        for more in SCHEDULES:
+            monkeypatch.setattr(loss, "choose", lambda *_, plan=more: plan)
+            got = loss_and_grads(x, frozen_head=frozen, backend="triton", **options)
             assert relative(got[0], exact) < 1e-5
             for name in ("hidden",) if frozen else got[1]:
                 error = relative(got[1][name], exact_grads[name])
@@ -186,7 +200,7 @@ def test_the_whole_loss_on_the_kernels(dtype, seed, small_blocks):
     for objective in (Objective(), Objective(beta=0.1, entropy_coef=0.1), Objective(top_entropy_quantile=0.5)):
         x = random_inputs(dtype=dtype, device=DEVICE, bias=True)
         exact, exact_grads, _ = loss_and_grads(x, torch.float64, impl="naive", objective=objective)
-        loss, grads, stats = loss_and_grads(x, backend="triton", chunk_tokens=8, objective=objective)
+        _, grads, stats = loss_and_grads(x, backend="triton", chunk_tokens=8, objective=objective)
         twin, twin_grads, twin_stats = loss_and_grads(x, backend="torch", chunk_tokens=8, objective=objective)
         torch.testing.assert_close(stats.logps, twin_stats.logps, rtol=1e-5, atol=1e-5)
         for name in grads:

@@ -6,12 +6,15 @@ from heads import loss_and_grads, objectives, random_inputs, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_lab import Objective, chunked, grpo_loss, kernels, token_logps, workspace
+from grpo_lab import loss as loss_module
 from grpo_lab.objective import LOSS_TYPES
+from grpo_lab.plan import Plan
 
-# Chunks of one token, shorter than a sequence, of some, of all; wide and narrow, the head trained and frozen
+# Chunks of one token, shorter than a sequence, of some, of all; each kind of plan, the head trained and frozen
 ROUTES = [
-    dict(chunk_tokens=1), dict(chunk_tokens=8), dict(chunk_tokens=16), dict(), dict(frozen_head=True),
-    dict(chunk_tokens=8, frozen_head=True), dict(memory_budget="low"), dict(chunk_tokens=8, memory_budget="low"),
+    (Plan(1, True), False), (Plan(8, True), False), (Plan(16, True), False), (Plan(48, True), False),
+    (Plan(8, True), True), (Plan(8, False), True), (Plan(48, False), True),
+    (Plan(8, False, 4), False), (Plan(48, False, 16), False), (Plan(16, True, 16), False),
 ]  # fmt: skip
 
 
@@ -22,11 +25,12 @@ def test_every_route_equals_the_naive_head_in_float64(loss_type, seed, monkeypat
         x = random_inputs(bias=i % 2 == 0, off_policy=i % 3 != 0)
         options = dict(objective=objective, softcap=[None, 3.0][i % 2], logit_scale=[1.0, 0.5][i % 5 == 0])
         expected, expected_grads, expected_stats = loss_and_grads(x, impl="naive", **options)
-        for route in ROUTES:
-            loss, grads, stats = loss_and_grads(x, impl="chunked", **options, **route)
-            assert abs(loss - expected) < 1e-9 * (1 + abs(expected)), (objective, route)
-            for name in ("hidden",) if route.get("frozen_head") else grads:
-                assert relative(grads[name], expected_grads[name]) < 1e-9, (name, objective, route)
+        for plan, frozen in ROUTES:
+            monkeypatch.setattr(loss_module, "choose", lambda *_, plan=plan: plan)
+            loss, grads, stats = loss_and_grads(x, impl="chunked", frozen_head=frozen, **options)
+            assert abs(loss - expected) < 1e-9 * (1 + abs(expected)), (objective, plan)
+            for name in ("hidden",) if frozen else grads:
+                assert relative(grads[name], expected_grads[name]) < 1e-9, (name, objective, plan)
             assert stats.metrics() == pytest.approx(expected_stats.metrics(), abs=1e-9, nan_ok=True)
             torch.testing.assert_close(stats.logps, expected_stats.logps)
             torch.testing.assert_close(stats.entropy, expected_stats.entropy)
