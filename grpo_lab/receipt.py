@@ -8,6 +8,7 @@ with every option to TRL's. A mismatch raises ``ReceiptError`` before anything i
 
 import math
 from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,7 +82,7 @@ def _compare(trainer, inputs, hidden, head):
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and not trainer.args.cast_lm_head_to_fp32
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(hidden.dtype, head.weight.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    own, wide = dtype, torch.promote_types(dtype, torch.float32)
     if trainer.objective.top_entropy_quantile < 1.0:
         dtype, autocast = wide, False  # which tokens are the top ones would hang on rounding
     ours = trainer.args.loss_impl
@@ -92,7 +93,10 @@ def _compare(trainer, inputs, hidden, head):
         if case == "off-policy" or dtype == wide:
             dtype, autocast, hidden = wide, False, hidden.to(wide)
             head = head._replace(weight=head.weight.to(wide), bias=None if head.bias is None else head.bias.to(wide))
-        with torch.autocast(device, enabled=autocast):
+        budget = trainer.args.memory_budget
+        if isinstance(budget, int):  # given for the run's dtype: wider, no tensor more than doubles
+            budget = budget * dtype.itemsize // own.itemsize
+        with torch.autocast(device, enabled=autocast), changed(trainer.args, memory_budget=budget):
             loss, grads, logps = _loss_and_grads(trainer, batch, hidden, head, ours)
             if not math.isfinite(loss) and not torch.isfinite(hidden).all():
                 raise ReceiptError("the model's hidden states are not finite on the first batch: nothing to compare")
@@ -108,6 +112,17 @@ def _compare(trainer, inputs, hidden, head):
                     "passed": all(e <= TOLERANCE[dtype] for e in errors.values()),
                 })  # fmt: skip
     return checks
+
+
+@contextmanager
+def changed(owner, **values):
+    """The attributes of a module or an object have these values, for a while."""
+    before = {name: vars(owner).get(name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 class _OneProcess:
@@ -174,11 +189,11 @@ def _trl_loss(trainer, inputs, hidden, head):
         return SimpleNamespace(log_probs=spread[0], entropy=spread[1], aux_loss=hidden.new_zeros(()))
 
     metrics, trainer._metrics = trainer._metrics, {"train": defaultdict(list), "eval": defaultdict(list)}
-    impl, trainer.args.loss_impl = trainer.args.loss_impl, "trl"
     try:
-        loss = trl.GRPOTrainer._compute_loss(trainer, model, inputs)
+        with changed(trainer.args, loss_impl="trl"):
+            loss = trl.GRPOTrainer._compute_loss(trainer, model, inputs)
     finally:
-        trainer._metrics, trainer.args.loss_impl = metrics, impl
+        trainer._metrics = metrics
     accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     return loss * accumulation
 

@@ -53,7 +53,7 @@ _FORWARD_KEYS = (
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """TRL's GRPOConfig and six more fields.
+    """TRL's GRPOConfig and seven more fields.
 
     Raises:
         ValueError: an unknown ``loss_impl``, or an option that the chosen loss cannot honour, by name.
@@ -67,6 +67,13 @@ class GRPOConfig(trl.GRPOConfig):
         default=None, metadata={"help": "The flag of 2025: True means loss_impl='chunked', False 'naive'."}
     )
     chunk_tokens: str = field(default="auto", metadata={"help": "Tokens in a chunk of logits, or 'auto'."})
+    memory_budget: str | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes that the chunked loss may use beyond its inputs, gradients included, or 'low': little, at "
+            "some cost of time. None: the fastest way that fits the device."
+        },
+    )
     logits_fp32: bool = field(default=False, metadata={"help": "Keep the logits in fp32 whatever the head's dtype."})
     verify_first_batch: bool = field(
         default=True,
@@ -98,6 +105,10 @@ class GRPOConfig(trl.GRPOConfig):
             if not str(self.chunk_tokens).isdecimal() or int(self.chunk_tokens) < 1:
                 raise ValueError(f"chunk_tokens={self.chunk_tokens!r}: expected 'auto' or a whole number of 1 or more")
             self.chunk_tokens = int(self.chunk_tokens)  # a command line gives text
+        if self.memory_budget not in (None, "low"):
+            if not str(self.memory_budget).isdecimal() or int(self.memory_budget) < 1:
+                raise ValueError(f"memory_budget={self.memory_budget!r}: expected None, 'low' or a number of bytes")
+            self.memory_budget = int(self.memory_budget)
         if self.use_adaptive_entropy and self.loss_impl != "trl":
             raise ValueError(
                 f"use_adaptive_entropy=True is not supported with loss_impl={self.loss_impl!r}: use entropy_coef, or "
@@ -247,6 +258,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             logit_scale=head.logit_scale,
             impl=impl,
             chunk_tokens=self.args.chunk_tokens,
+            memory_budget=self.args.memory_budget,
             logits_fp32=self.args.logits_fp32,
         )
 

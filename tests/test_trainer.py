@@ -223,6 +223,24 @@ def test_chunk_size_and_fp32_logits_reach_the_chunk_loop(tiny, tmp_path, monkeyp
     assert seen == {(24, True)}
 
 
+def test_the_memory_budget_reaches_the_planner(tiny, tmp_path, monkeypatch):
+    from grpo_lab import loss
+
+    def budgets(**options):
+        seen, choose = [], loss.choose
+        with monkeypatch.context() as m:
+            m.setattr(loss, "choose", lambda p, *a, **k: seen.append((p.itemsize, a[1])) or choose(p, *a, **k))
+            trained(tiny, tmp_path, num_iterations=2, steps=2, **options)
+        return seen
+
+    # On every call: old log-probs, the loss, and the receipt, whose fp32 case gets as many tensors of twice the bytes.
+    assert set(budgets(memory_budget="low")) == {(4, "low")}
+    assert set(budgets(memory_budget="123456789", bf16=True)) == {(2, 123456789), (4, 2 * 123456789)}
+    assert budgets(memory_budget=10**8, verify_first_batch=False) == [(4, 10**8)] * 3
+    with pytest.raises(ValueError, match="memory_budget=100 bytes: the leanest plan"):
+        budgets(memory_budget=100)
+
+
 def test_the_receipt_waits_for_scored_tokens_and_names_bad_states(tiny, tmp_path, monkeypatch):
     t = trained(tiny, tmp_path, mask_truncated_completions=True, max_completion_length=1, steps=1)
     assert t.receipt is None
@@ -420,6 +438,11 @@ def test_flags_of_2025(tmp_path):
     assert GRPOConfig(str(tmp_path), use_liger_loss=True).loss_impl == "chunked"
     assert GRPOConfig(str(tmp_path), use_liger_loss=False).loss_impl == "naive"
     assert GRPOConfig(str(tmp_path), chunk_tokens="512").chunk_tokens == 512
+    assert GRPOConfig(str(tmp_path)).memory_budget is None
+    assert GRPOConfig(str(tmp_path), memory_budget="low").memory_budget == "low"
+    parser = transformers.HfArgumentParser(GRPOConfig)
+    (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--memory_budget", "2000000000"])
+    assert config.memory_budget == 2 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -431,6 +454,11 @@ def test_flags_of_2025(tmp_path):
         (dict(use_adaptive_entropy=True), "use_adaptive_entropy=True"),
         (dict(chunk_tokens="many"), "chunk_tokens='many'"),
         (dict(chunk_tokens=0), "chunk_tokens=0"),
+        (dict(memory_budget="high"), "memory_budget='high'"),
+        (dict(memory_budget=0), "memory_budget=0"),
+        (dict(memory_budget="-1"), "memory_budget='-1'"),
+        (dict(memory_budget=1e9), "memory_budget=1000000000.0"),
+        (dict(memory_budget=True), "memory_budget=True"),
     ],
 )
 def test_options_that_cannot_be_honoured(tmp_path, options, message):
