@@ -79,9 +79,11 @@ def active_adapters(layer) -> list[str]:
     """Names of the adapters that a LoRA layer adds to its base layer now: none if they are disabled or merged. Raises
     ValueError for another tuner's layer and for a LoRA that adds more than a product."""
     from peft.tuners.lora import Linear
+    from torch.distributed.fsdp import FSDPModule
 
-    if type(layer) is not Linear:
-        raise ValueError(f"the output head is a {type(layer).__module__}.{type(layer).__name__}; {_SUPPORTED}")
+    kind = type(layer).__bases__[1] if isinstance(layer, FSDPModule) else type(layer)  # fully_shard derives a class
+    if kind is not Linear:
+        raise ValueError(f"the output head is a {kind.__module__}.{kind.__name__}; {_SUPPORTED}")
     if layer.merged and layer.disable_adapters:
         layer.unmerge()  # as the layer's own forward does
     if layer.merged or layer.disable_adapters:
@@ -107,7 +109,7 @@ def _read_lora(layer, adapters, bias, hidden):
         if a.shape != (r, layer.in_features) or b.weight.shape != (layer.out_features, r):
             raise ValueError(f"adapter {name!r} on the output head is sharded, by FSDP1 or ZeRO-3; {_SUPPORTED}")
         hidden = layer._cast_input_dtype(hidden, a.dtype)
-        # The scaling goes to the smaller factor. No submodule is called: FSDP2 has the weights whole, or _whole does.
+        # Scaled is the smaller factor. No submodule is called: FSDP2 has made the weights whole, or _whole does.
         states.append(F.linear(layer.lora_dropout[name](hidden), _whole(a)) * scaling)
         weights.append(_whole(b.weight))
         if b.bias is not None:
@@ -117,7 +119,12 @@ def _read_lora(layer, adapters, bias, hidden):
 
 
 def _whole(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    """A tensor, gathered where FSDP2 has it in shards. Ranks have batches of their own: its gradient is their mean."""
+    if not hasattr(x, "full_tensor"):
+        return x
+    from torch.distributed.tensor import Partial
+
+    return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
 
 
 def _logit_scale(config) -> float:

@@ -5,6 +5,8 @@ a log-softmax, so that nothing of ``head.py`` or of the loss is shared.
 """
 
 import functools
+import subprocess
+import sys
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -109,12 +111,11 @@ def test_the_head_that_is_read_makes_the_model_s_own_logits_and_gradients(build,
         return torch.autograd.grad((logits * cotangent).sum(), parameters, allow_unused=True)
 
     torch.manual_seed(5)
+    hidden = base.base_model(ids).last_hidden_state
+    logits = logits_of(read_head(base, hidden), hidden)
+    torch.manual_seed(5)
     own = model(ids).logits
     expected = [None] * len(parameters) if not own.requires_grad else grads(own)
-    torch.manual_seed(5)
-    hidden = base.base_model(ids).last_hidden_state
-    head = read_head(base, hidden)
-    logits = logits_of(head, hidden)
     torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-5)
     for g, e in zip(grads(logits) if logits.requires_grad else expected, expected, strict=True):
         assert (g is None) == (e is None)
@@ -263,6 +264,83 @@ def test_the_receipt_compares_what_trains_with_naive_and_with_trl(tiny, tmp_path
             trained(tiny, tmp_path, steps=1, more={"peft_config": config})
 
 
+def test_the_receipt_cuts_the_adapter_s_states_as_it_cuts_the_hidden_states(tiny, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(receipt, "CPU_BYTES", 0)
+    monkeypatch.setattr(receipt, "_MIN_TOKENS", 20)
+    seen, cut = [], receipt._part_that_fits
+    monkeypatch.setattr(receipt, "_part_that_fits", lambda *args: seen.append(cut(*args)) or seen[-1])
+    t = trained(tiny, tmp_path, steps=1, more={"peft_config": lora()}, learning_rate=0.0)
+    _, hidden, head = seen[0]
+    layer = t.model.get_base_model().lm_head
+    expected = hidden @ layer.lora_A["default"].weight.T * layer.scaling["default"]
+    assert t.receipt["passed"] and t.receipt["sequences"] == len(hidden) == 1
+    torch.testing.assert_close(head.lora_states, expected, rtol=1e-5, atol=1e-6)
+
+
+FSDP2 = """
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from grpo_lab import grpo_loss
+from grpo_lab.head import score_in_forward
+
+torch.distributed.init_process_group("gloo")
+rank, mesh = torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
+
+
+def build(adapted):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZE, tie_word_embeddings=False))
+    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = get_peft_model(model, lora) if adapted else model
+    base = model.get_base_model() if adapted else model
+    score_in_forward(base)
+    return model, base
+
+
+def backward(model, rank):
+    generator = torch.Generator().manual_seed(rank)
+    ids, advantages = torch.randint(3, 40, (2, 7), generator=generator), torch.randn(2, generator=generator)
+
+    def score(hidden, head):
+        head, labels = head.at(slice(None), slice(0, -1)), ids[:, 1:]
+        mask = torch.ones_like(labels)
+        return dict(loss=grpo_loss(hidden[:, :-1], head.weight, labels, mask, advantages, lora=head.lora)[0])
+
+    model(input_ids=ids, score=score).loss.backward()
+
+
+for adapted in (False, True):
+    alone, _ = build(adapted)
+    backward(alone, 0), backward(alone, 1)
+    expected = {name: p.grad / 2 for name, p in alone.named_parameters() if p.grad is not None}
+    for wrapped in ("layers", "layers and head"):
+        model, base = build(adapted)
+        for module in [*base.model.layers] + [base.lm_head] * (wrapped != "layers"):
+            fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        backward(model, rank)
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+        assert set(grads) == set(expected) and any("lm_head" in name for name in grads)
+        for name in grads:
+            torch.testing.assert_close(grads[name], expected[name], rtol=1e-4, atol=1e-6, msg=f"{wrapped}: {name}")
+print("gradients are the mean over two ranks", flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_gradients_of_a_head_in_fsdp2_shards(tmp_path):
+    script = tmp_path / "fsdp2.py"
+    script.write_text(f"SIZE = {SIZE}" + FSDP2)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    command = [*launcher, "--rdzv_endpoint=localhost:0", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and run.stdout.count("gradients are the mean") == 2, run.stderr[-3000:]
+
+
 REFUSED = {
     "dora": (lora(use_dora=True), "adapter 'default' on the output head is a DoraLinearVariant"),
     "ia3": (peft.IA3Config(target_modules=BOTH, feedforward_modules=[]), "peft.tuners.ia3.layer.Linear"),
@@ -294,9 +372,11 @@ def test_what_an_adapter_on_the_head_excludes_is_named(tiny, tmp_path):  # noqa:
             _check_adapted_head(model, use_vllm=True)
     with pytest.raises(ValueError, match="hidden: got None"):
         read_head(model)
-    model.lm_head.lora_B["default"].weight = torch.nn.Parameter(torch.empty(0))
-    with pytest.raises(ValueError, match="adapter 'default' on the output head is sharded"):
-        read_head(model, torch.zeros(1, 1, 32))
+    for factor in (model.lm_head.lora_A, model.lm_head.lora_B):
+        whole, factor["default"].weight = factor["default"].weight, torch.nn.Parameter(torch.empty(0))
+        with pytest.raises(ValueError, match="adapter 'default' on the output head is sharded"):
+            read_head(model, torch.zeros(1, 1, 32))
+        factor["default"].weight = whole
 
 
 def random_adapted_head(frozen, bias, B=4, T=7, H=12, V=37, r=3):
