@@ -3,11 +3,13 @@
 Every implementation gets the same hidden states, detached, so that nothing but the head and the objective can differ.
 Two cases. "on-policy", in the run's dtype, holds the kernels to the references: ratios are 1, so that no rounding
 error decides what is clipped. "off-policy", in fp32, perturbs old log-probs and advantages, and holds the objective
-with every option to TRL's. A mismatch raises ``ReceiptError`` before anything is trained.
+with every option to TRL's. A mismatch raises ``ReceiptError`` before anything is trained. Compared are the gradients of
+the hidden states and of what trains of the head; a LoRA adapter's A gets its gradient from that of its states.
 """
 
 import math
 from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torc
 MEMORY_SHARE = 0.25  # of the free device memory that the comparison may take
 CPU_BYTES = 1 << 30
 _MIN_TOKENS = 64
+_TENSORS = ("weight", "bias", "lora_states", "lora_weight")  # of a head
 
 
 class ReceiptError(RuntimeError):
@@ -42,8 +45,8 @@ def verify(trainer, inputs, hidden, head) -> dict:
     """
     accelerator = trainer.accelerator
     step = trainer.state.global_step + 1
-    head = head._replace(weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
-    inputs, hidden = _part_that_fits(inputs, hidden, head)
+    head = _cast(head)
+    inputs, hidden, head = _part_that_fits(inputs, hidden, head)
     trainer.accelerator = _OneProcess(accelerator)  # ranks compare different numbers of sequences: nothing is gathered
     try:
         checks = _compare(trainer, inputs, hidden, head)
@@ -81,7 +84,7 @@ def _compare(trainer, inputs, hidden, head):
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and not trainer.args.cast_lm_head_to_fp32
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(hidden.dtype, head.weight.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    own, wide = dtype, torch.promote_types(dtype, torch.float32)
     if trainer.objective.top_entropy_quantile < 1.0:
         dtype, autocast = wide, False  # which tokens are the top ones would hang on rounding
     ours = trainer.args.loss_impl
@@ -90,9 +93,11 @@ def _compare(trainer, inputs, hidden, head):
     for case in ("on-policy", "off-policy"):
         batch = on_policy if case == "on-policy" else _off_policy(inputs, logps)
         if case == "off-policy" or dtype == wide:
-            dtype, autocast, hidden = wide, False, hidden.to(wide)
-            head = head._replace(weight=head.weight.to(wide), bias=None if head.bias is None else head.bias.to(wide))
-        with torch.autocast(device, enabled=autocast):
+            dtype, autocast, hidden, head = wide, False, hidden.to(wide), _cast(head, wide)
+        budget = trainer.args.memory_budget
+        if isinstance(budget, int):  # given for the run's dtype: wider, no tensor more than doubles
+            budget = budget * dtype.itemsize // own.itemsize
+        with torch.autocast(device, enabled=autocast), changed(trainer.args, memory_budget=budget):
             loss, grads, logps = _loss_and_grads(trainer, batch, hidden, head, ours)
             if not math.isfinite(loss) and not torch.isfinite(hidden).all():
                 raise ReceiptError("the model's hidden states are not finite on the first batch: nothing to compare")
@@ -108,6 +113,25 @@ def _compare(trainer, inputs, hidden, head):
                     "passed": all(e <= TOLERANCE[dtype] for e in errors.values()),
                 })  # fmt: skip
     return checks
+
+
+def _cast(head, dtype=None):
+    """The head detached, in another dtype where one is given; what trains of it still asks for a gradient."""
+    tensors = {k: getattr(head, k) for k in _TENSORS if getattr(head, k) is not None}
+    for name, x in tensors.items():
+        tensors[name] = x.detach().to(dtype or x.dtype).requires_grad_(x.requires_grad)
+    return head._replace(**tensors)
+
+
+@contextmanager
+def changed(owner, **values):
+    """The attributes of a module or an object have these values, for a while."""
+    before = {name: vars(owner).get(name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 class _OneProcess:
@@ -132,12 +156,9 @@ class _OneProcess:
 
 
 def _loss_and_grads(trainer, inputs, hidden, head, impl):
-    leaves = {"hidden": hidden.clone(), "weight": head.weight.clone()}
-    if head.bias is not None:
-        leaves["bias"] = head.bias.clone()
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    head = head._replace(weight=leaves["weight"], bias=leaves.get("bias"))
+    head = _cast(head)
+    leaves = {k: getattr(head, k) for k in _TENSORS if getattr(getattr(head, k), "requires_grad", False)}
+    leaves = {"hidden": hidden.detach().requires_grad_()} | leaves
     with torch.enable_grad():
         logps = None
         if impl == "trl":
@@ -162,23 +183,27 @@ def _trl_loss(trainer, inputs, hidden, head):
 
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
+    weight = head.weight
+    if head.lora is not None:  # a sum of two products is one product of the factors side by side
+        hidden = torch.cat([hidden, head.lora_states.to(hidden.dtype)], -1)
+        weight = torch.cat([weight, head.lora_weight.to(weight.dtype)], -1)
 
     def model(labels, **_):
         mask = labels[:, 1:] != -100
         with torch.autocast(device, enabled=autocast):  # TRL calls its model under the accelerator's
             log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
-                hidden[:, :-1][mask], head.weight, head.bias, labels[:, 1:][mask], trainer.objective.temperature, 32768,
+                hidden[:, :-1][mask], weight, head.bias, labels[:, 1:][mask], trainer.objective.temperature, 32768,
                 head.softcap, head.logit_scale, ("log_probs", "entropy"),
             )  # fmt: skip
         spread = [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy)]
         return SimpleNamespace(log_probs=spread[0], entropy=spread[1], aux_loss=hidden.new_zeros(()))
 
     metrics, trainer._metrics = trainer._metrics, {"train": defaultdict(list), "eval": defaultdict(list)}
-    impl, trainer.args.loss_impl = trainer.args.loss_impl, "trl"
     try:
-        loss = trl.GRPOTrainer._compute_loss(trainer, model, inputs)
+        with changed(trainer.args, loss_impl="trl"):
+            loss = trl.GRPOTrainer._compute_loss(trainer, model, inputs)
     finally:
-        trainer._metrics, trainer.args.loss_impl = metrics, impl
+        trainer._metrics = metrics
     accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     return loss * accumulation
 
@@ -193,7 +218,7 @@ def _part_that_fits(inputs, hidden, head):
         free = (torch.cuda.mem_get_info(hidden.device)[0] + cached) * MEMORY_SHARE
     else:
         free = CPU_BYTES
-    copies = 5 * V * H * 4  # the head in fp32, a leaf of it, and gradients of two implementations
+    copies = 5 * V * H * 4  # the head in fp32, one with an adapter beside it, and gradients of two implementations
     tokens = max(
         _MIN_TOKENS, int((free - copies) // (5 * V * 4))
     )  # logits, softmax, their gradients and work space, in fp32
@@ -204,7 +229,8 @@ def _part_that_fits(inputs, hidden, head):
     for key in _PARTS & inputs.keys():
         x = inputs[key][rows]
         part[key] = x[:, -1:] if key.startswith("prompt") else x[:, :t] if x.dim() == 2 else x
-    return part, hidden[rows, L - T - 1 : L - T + t]
+    at = rows, slice(L - T - 1, L - T + t)
+    return part, hidden[at], head.at(*at)
 
 
 _PARTS = {

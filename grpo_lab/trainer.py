@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 import trl
 from transformers.utils import logging
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanmax, nanmin
 
 from grpo_lab import receipt
-from grpo_lab.head import score_in_forward
+from grpo_lab.head import active_adapters, is_adapted, score_in_forward
 from grpo_lab.loss import grpo_loss, token_logps
 from grpo_lab.objective import Objective
 
@@ -53,7 +54,7 @@ _FORWARD_KEYS = (
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """TRL's GRPOConfig and six more fields.
+    """TRL's GRPOConfig and seven more fields.
 
     Raises:
         ValueError: an unknown ``loss_impl``, or an option that the chosen loss cannot honour, by name.
@@ -67,6 +68,13 @@ class GRPOConfig(trl.GRPOConfig):
         default=None, metadata={"help": "The flag of 2025: True means loss_impl='chunked', False 'naive'."}
     )
     chunk_tokens: str = field(default="auto", metadata={"help": "Tokens in a chunk of logits, or 'auto'."})
+    memory_budget: str | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes that the chunked loss may use beyond its inputs, gradients included, or 'low': little, at "
+            "some cost of time. None: the fastest way that fits the device."
+        },
+    )
     logits_fp32: bool = field(default=False, metadata={"help": "Keep the logits in fp32 whatever the head's dtype."})
     verify_first_batch: bool = field(
         default=True,
@@ -98,6 +106,10 @@ class GRPOConfig(trl.GRPOConfig):
             if not str(self.chunk_tokens).isdecimal() or int(self.chunk_tokens) < 1:
                 raise ValueError(f"chunk_tokens={self.chunk_tokens!r}: expected 'auto' or a whole number of 1 or more")
             self.chunk_tokens = int(self.chunk_tokens)  # a command line gives text
+        if self.memory_budget not in (None, "low"):
+            if not str(self.memory_budget).isdecimal() or int(self.memory_budget) < 1:
+                raise ValueError(f"memory_budget={self.memory_budget!r}: expected None, 'low' or a number of bytes")
+            self.memory_budget = int(self.memory_budget)
         if self.use_adaptive_entropy and self.loss_impl != "trl":
             raise ValueError(
                 f"use_adaptive_entropy=True is not supported with loss_impl={self.loss_impl!r}: use entropy_coef, or "
@@ -125,11 +137,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
         self._temperature = Objective.from_config(args).temperature  # checks args before a model is loaded
         self.receipt = None
-        super().__init__(model, reward_funcs, args, *more, **kwargs)
+        # TRL refuses adapters on the head: its head and its cast to fp32 would drop them. isinstance(x, ()) is False
+        kept = args.loss_impl == "trl" or args.cast_lm_head_to_fp32
+        with receipt.changed(grpo_trainer, **{} if kept else {"BaseTunerLayer": ()}):
+            super().__init__(model, reward_funcs, args, *more, **kwargs)
         for m in (self.model, self.ref_model):
             if m is not None:
                 m = self.accelerator.unwrap_model(m)
-                score_in_forward(m.get_base_model() if hasattr(m, "get_base_model") else m)
+                m = m.get_base_model() if hasattr(m, "get_base_model") else m
+                if args.loss_impl != "trl" and is_adapted(m.get_output_embeddings()):
+                    _check_adapted_head(m, args.use_vllm)
+                score_in_forward(m)
 
     @property
     def objective(self) -> Objective:
@@ -156,7 +174,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             ids = labels[:, -logits_to_keep:]
 
             def score(hidden, head):
-                hidden = hidden[:, -logits_to_keep - 1 : -1]
+                part = slice(None), slice(-logits_to_keep - 1, -1)
+                hidden, head = hidden[part], head.at(*part)
                 with self._head_precision(hidden):
                     logps, entropy = token_logps(
                         hidden,
@@ -213,7 +232,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         T = inputs["completion_ids"].shape[1]
         left, right = hidden.shape[1] - T - 1, 1
         if impl == "naive":
-            hidden, left, right = hidden[:, left:-1], 0, 0
+            part = slice(None), slice(left, -1)
+            hidden, head, left, right = hidden[part], head.at(*part), 0, 0
 
         def spread(x):
             return x if x is None or x.shape[1:] != (T,) else F.pad(x, (left, right))
@@ -243,10 +263,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _head_options(self, head, impl):
         return dict(
             bias=head.bias,
+            lora=head.lora,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
             impl=impl,
             chunk_tokens=self.args.chunk_tokens,
+            memory_budget=self.args.memory_budget,
             logits_fp32=self.args.logits_fp32,
         )
 
@@ -305,3 +327,13 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"step {self.state.global_step + 1}: the loss is {loss}. The hidden states or log-probs of this batch "
                 "are not finite: lower learning_rate, set max_grad_norm, or try bf16 in place of fp16"
             )
+
+
+def _check_adapted_head(model, use_vllm):
+    head = model.get_output_embeddings()
+    active_adapters(head)
+    if use_vllm and head.weight is model.get_input_embeddings().weight:
+        raise ValueError(
+            "use_vllm=True is not supported with an adapter on an output head tied to the embeddings: vLLM gets merged "
+            "weights, and merging changes the embeddings too. Untie them, or take 'lm_head' out of target_modules"
+        )

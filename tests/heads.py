@@ -166,6 +166,6 @@ def trl_loss(*args, **options):
 
 def step_loss(*args, impl="chunked", chunk_tokens="auto", **options):
     """The same from this package's ``_compute_loss``."""
-    settings = dict(loss_impl=impl, chunk_tokens=chunk_tokens, logits_fp32=False, cast_lm_head_to_fp32=False,
-                    skip_zero_advantage=False)  # fmt: skip
+    settings = dict(loss_impl=impl, chunk_tokens=chunk_tokens, memory_budget=None, logits_fp32=False,
+                    cast_lm_head_to_fp32=False, skip_zero_advantage=False)  # fmt: skip
     return _compute_loss(_Ours, *args, **options, settings=settings)

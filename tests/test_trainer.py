@@ -160,13 +160,6 @@ def test_peft(tiny, tmp_path, modules):
     assert_same_training(trained(tiny, tmp_path, more=more(), **options), reference)
 
 
-def test_an_adapter_on_the_head_is_refused(tiny, tmp_path):
-    from peft import LoraConfig
-
-    with pytest.raises(ValueError, match="lm_head"):
-        trainer(tiny, tmp_path, more={"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])})
-
-
 def test_bf16_autocast_and_fp32_head(tiny, tmp_path):
     untied = transformers.Qwen3Config(**SIZE, tie_word_embeddings=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
@@ -222,6 +215,24 @@ def test_chunk_size_and_fp32_logits_reach_the_chunk_loop(tiny, tmp_path, monkeyp
     options = dict(num_iterations=2, bf16=True, verify_first_batch=False, steps=1)
     trained(tiny, tmp_path, chunk_tokens=24, logits_fp32=True, **options)
     assert seen == {(24, True)}
+
+
+def test_the_memory_budget_reaches_the_planner(tiny, tmp_path, monkeypatch):
+    from grpo_lab import loss
+
+    def budgets(**options):
+        seen, choose = [], loss.choose
+        with monkeypatch.context() as m:
+            m.setattr(loss, "choose", lambda p, *a, **k: seen.append((p.itemsize, a[1])) or choose(p, *a, **k))
+            trained(tiny, tmp_path, num_iterations=2, steps=2, **options)
+        return seen
+
+    # On every call: old log-probs, the loss, and the receipt, whose fp32 case gets as many tensors of twice the bytes.
+    assert set(budgets(memory_budget="low")) == {(4, "low")}
+    assert set(budgets(memory_budget="123456789", bf16=True)) == {(2, 123456789), (4, 2 * 123456789)}
+    assert budgets(memory_budget=10**8, verify_first_batch=False) == [(4, 10**8)] * 3
+    with pytest.raises(ValueError, match="memory_budget=100 bytes: the leanest plan"):
+        budgets(memory_budget=100)
 
 
 def test_the_receipt_waits_for_scored_tokens_and_names_bad_states(tiny, tmp_path, monkeypatch):
@@ -427,6 +438,11 @@ def test_flags_of_2025(tmp_path):
     assert GRPOConfig(str(tmp_path), use_liger_loss=True).loss_impl == "chunked"
     assert GRPOConfig(str(tmp_path), use_liger_loss=False).loss_impl == "naive"
     assert GRPOConfig(str(tmp_path), chunk_tokens="512").chunk_tokens == 512
+    assert GRPOConfig(str(tmp_path)).memory_budget is None
+    assert GRPOConfig(str(tmp_path), memory_budget="low").memory_budget == "low"
+    parser = transformers.HfArgumentParser(GRPOConfig)
+    (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--memory_budget", "2000000000"])
+    assert config.memory_budget == 2 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -438,6 +454,11 @@ def test_flags_of_2025(tmp_path):
         (dict(use_adaptive_entropy=True), "use_adaptive_entropy=True"),
         (dict(chunk_tokens="many"), "chunk_tokens='many'"),
         (dict(chunk_tokens=0), "chunk_tokens=0"),
+        (dict(memory_budget="high"), "memory_budget='high'"),
+        (dict(memory_budget=0), "memory_budget=0"),
+        (dict(memory_budget="-1"), "memory_budget='-1'"),
+        (dict(memory_budget=1e9), "memory_budget=1000000000.0"),
+        (dict(memory_budget=True), "memory_budget=True"),
     ],
 )
 def test_options_that_cannot_be_honoured(tmp_path, options, message):
@@ -470,10 +491,8 @@ def test_heads_that_cannot_be_read_are_named():
     quantised.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match="quantised"):
         read_head(model(quantised))
-    adapted = torch.nn.Linear(4, 8)
-    adapted.lora_A = torch.nn.Linear(4, 2)
-    with pytest.raises(ValueError, match="supported: a plain or FSDP2 nn.Linear"):
-        read_head(model(adapted))
+    with pytest.raises(ValueError, match="torch.nn.modules.linear.Bilinear; supported: a plain or FSDP2 nn.Linear"):
+        read_head(model(torch.nn.Bilinear(4, 4, 8)))
     sharded = torch.nn.Linear(4, 8)
     sharded.weight = torch.nn.Parameter(torch.empty(0))
     sharded.weight.ds_id = 0
