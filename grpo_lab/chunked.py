@@ -47,8 +47,11 @@ class Head(NamedTuple):
     lora_weight: torch.Tensor | None = None  # (V, r)
 
     @property
-    def trains(self) -> bool:
-        return any(x is not None and x.requires_grad for x in (self.weight, self.bias, self.lora_weight))
+    def trained(self) -> int:
+        """Columns of the head that get a gradient."""
+        pairs = (self.weight, self.lora_weight)
+        columns = sum(x.shape[1] for x in pairs if x is not None and x.requires_grad)
+        return columns or int(self.bias is not None and self.bias.requires_grad)
 
 
 def one_pass(sweep, objective, tokens, head, coupling):
@@ -316,11 +319,15 @@ class Sweep:
             return grads
         sweep, stats, c = self.subset(index, Plan(self.plan.slices, False)), stats.at(index), c[index]
         work = Workspace(sweep, head, needs)
+        chunks = [  # views made once: making them takes the host as long as a tile takes the device
+            (a, b, (sweep.ids[a:b], stats.at(slice(a, b)), c[a:b], None if e is None else e[a:b]))
+            for a, b, _ in sweep.spans
+        ]
         for first, part in work.weight_slices():
-            for a, b, _ in sweep.spans:
+            for a, b, (ids, *rest) in chunks:
                 work.load(a, b)
                 _, z, g, _ = work.tile(first)
-                sweep._gradient(z, g, slice(a, b), first, stats, c, e)
+                logits_grad(z, g, ids, first, *rest, **self.numerics.logits)
                 work.learn_weight(g, part)
         return [mine if mine is not None else theirs for mine, theirs in zip(work.gradients(), grads, strict=True)]
 

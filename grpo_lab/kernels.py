@@ -242,7 +242,7 @@ def _logit_args(logit_scale, softcap, inv_t):
 
 def _rows(z):
     """Slices of rows whose fp32 temporaries stay small."""
-    step = max(1, _TWIN_ELEMENTS // z.shape[1])
+    step = max(1, (_TWIN_ELEMENTS if z.device.type == "cpu" else 1 << 26) // z.shape[1])
     return (slice(a, min(a + step, len(z))) for a in range(0, len(z), step))
 
 

@@ -53,7 +53,7 @@ def predict_loss_bytes(
             },
         ]
     elif impl == "chunked":
-        problem = Problem(B, T, N, H, V, s, s, trainable_head, torch.device(device).type)
+        problem = Problem(B, T, N, H, V, s, s, H * trainable_head, torch.device(device).type)
         moments = [problem.memory(choose(problem, chunk_tokens, memory_budget))]
     else:
         raise ValueError(f"impl = {impl!r}: expected 'naive' or 'chunked'")

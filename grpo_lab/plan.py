@@ -30,8 +30,8 @@ class Plan(NamedTuple):
 
 class Problem(NamedTuple):
     """What a plan depends on: ``scored`` N tokens of ``batch`` x ``length`` positions, bytes of an element of the
-    gradients' dtype and of the logits, whether the head ``trains``; ``sequences``, ``(tokens, has a gradient)`` of
-    each, where a coefficient depends on the whole sequence."""
+    gradients' dtype and of the logits, how many columns of the head train (H, an adapter's r, or 0); ``sequences``,
+    ``(tokens, has a gradient)`` of each, where a coefficient depends on the whole sequence."""
 
     batch: int
     length: int
@@ -40,9 +40,13 @@ class Problem(NamedTuple):
     vocab: int
     itemsize: int
     logits_itemsize: int
-    trains: bool
+    trained: int
     device: str
     sequences: tuple[tuple[int, bool], ...] | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.trained > 0
 
     def memory(self, plan: Plan) -> dict[str, int]:
         """The tensors that are alive together at a call's peak, beyond its inputs, in bytes."""
@@ -74,14 +78,15 @@ class Problem(NamedTuple):
             return moments
 
         one_chunk = plan.C >= N and s == 2  # dW is one product, rounded at once
-        total = {"dW (V, H)": V * H * s} if one_chunk else {"dW in fp32 (V, H)": V * H * wide_s}
+        K = self.trained
+        total = {"dW (V, H)": V * K * s} if one_chunk else {"dW in fp32 (V, H)": V * K * wide_s}
         moments = sweep(plan.C, V if plan.wide else min(V, kernels.SLICE), total if self.in_place(plan) else {})
         if plan.slices:
             columns = min(V, kernels.SLICE)
-            weight = {"dW (V, H)": V * H * s, f"slice of dW in fp32 ({columns}, H)": columns * H * wide_s}
+            weight = {"dW (V, H)": V * K * s, f"slice of dW in fp32 ({columns}, H)": columns * K * wide_s}
             moments += sweep(plan.slices, columns, weight)
         elif self.trains and s < 4 and not one_chunk:
-            moments.append(always | total | {"dW in the head's dtype (V, H)": V * H * s})
+            moments.append(always | total | {"dW in the head's dtype (V, H)": V * K * s})
         return max(moments, key=lambda moment: sum(moment.values()))
 
     def in_place(self, plan: Plan) -> bool:
@@ -125,7 +130,7 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
     whole = -(-n // 16) * 16
     fixed = None if chunk_tokens == "auto" else chunk_tokens
     if memory_budget == "low":
-        rows = min(fixed or (256 if on_cpu else 4096), whole)
+        rows = min(fixed or (256 if on_cpu else 8192), whole)
         lean = min(fixed or (256 if on_cpu else 1024 if trains else 1536), whole)
         return Plan(lean, trains and not on_cpu, rows) if trains else Plan(lean, False)
     if on_cpu and fixed is None and memory_budget is None:

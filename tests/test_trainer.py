@@ -210,7 +210,11 @@ def test_chunk_size_and_fp32_logits_reach_the_chunk_loop(tiny, tmp_path, monkeyp
 
     seen = set()
     init = chunked.Workspace.__init__
-    watch = lambda w, sweep, *a: seen.add((sweep.plan.C, sweep.numerics.logits_fp32)) or init(w, sweep, *a)  # noqa: E731
+
+    def watch(self, sweep, *args, **kwargs):
+        seen.add((sweep.plan.C, sweep.numerics.logits_fp32))
+        init(self, sweep, *args, **kwargs)
+
     monkeypatch.setattr(chunked.Workspace, "__init__", watch)
     options = dict(num_iterations=2, bf16=True, verify_first_batch=False, steps=1)
     trained(tiny, tmp_path, chunk_tokens=24, logits_fp32=True, **options)
