@@ -3,6 +3,7 @@ by which command it was measured; and the recorded ones in ``data/benchmarks/``,
 """
 
 import csv
+import os
 
 import torch
 
@@ -16,7 +17,8 @@ def provenance(command):
     about = describe_environment()
     where = {"device": about["gpu"][0] if about["gpu"] else f"{about['cpu']}, {torch.get_num_threads()} threads"}
     where |= {name: about["packages"].get(name) for name in VERSIONS}
-    commit = about["commit"] + "-dirty" if about["commit"] and about["dirty"] else about["commit"]
+    told = os.environ.get("GRPO_LAB_COMMIT")  # of a copy whose git knows an earlier one
+    commit = about["commit"] + "-dirty" if about["commit"] and about["dirty"] and not told else about["commit"]
     return where | {"commit": commit, "time": about["time"], "command": command}
 
 

@@ -53,8 +53,8 @@ def describe_environment():
         "gpu": gpus.split("\n") if gpus else [],
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "packages": versions,
-        # a copy without .git, as on a cluster node, is told its commit
-        "commit": _command_output("git", "rev-parse", "HEAD") or os.environ.get("GRPO_LAB_COMMIT"),
+        # a copy on a cluster node, with an older .git or none, is told its commit
+        "commit": os.environ.get("GRPO_LAB_COMMIT") or _command_output("git", "rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
     }
 

@@ -1,4 +1,4 @@
-"""The per-row kernels of the chunked head, in Triton and as torch twins; nothing else imports triton.
+"""The per-row kernels of the chunked head, in Triton, beside torch twins (``twins.py``); nothing else imports triton.
 
 ``absorb`` adds one slice of the vocabulary to a chunk's running row statistics and can leave softmax numerators in the
 logits' place; ``finish`` makes log-probs and entropies of those statistics; ``logits_grad`` turns logits into their
@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from grpo_lab import twins
+
 try:
     import triton
     import triton.language as tl
@@ -27,9 +29,7 @@ except ImportError:
 SLICE = 8192  # columns that one program takes at a time
 _WARPS = 8  # of a program over a SLICE
 _GRAD_BLOCK = 2048
-_SLACK = 5.0  # a row's peak moves only when a logit exceeds it by more: numerators stay below exp(5), fp16 has room
 _LOWEST = -3.0e38  # the first peak: finite, so that no difference is -inf - -inf
-_TWIN_ELEMENTS = 1 << 19  # fp32 temporaries of a twin: 2 MiB each, small enough to stay in a CPU's cache
 
 
 @functools.cache
@@ -240,23 +240,6 @@ def _logit_args(logit_scale, softcap, inv_t):
     return (float(scale), float((softcap or 1.0) * inv_t)), (scale != 1.0, softcap is not None)
 
 
-def _rows(z):
-    """Slices of rows whose fp32 temporaries stay small."""
-    step = max(1, (_TWIN_ELEMENTS if z.device.type == "cpu" else 1 << 26) // z.shape[1])
-    return (slice(a, min(a + step, len(z))) for a in range(0, len(z), step))
-
-
-def _logits(z, dtype, logit_scale, softcap, inv_t):
-    """Logits in dtype, and the derivative of the softcap or None."""
-    x = z.to(dtype, copy=True)
-    x = x if logit_scale == 1.0 else x.mul_(logit_scale)
-    slope = None
-    if softcap is not None:
-        t = torch.tanh(x / softcap)
-        x, slope = softcap * t, 1 - t * t
-    return x if inv_t == 1.0 else x.mul_(inv_t), slope
-
-
 class RowStats(NamedTuple):
     """Of each token ``(N,)``: log-prob; entropy in nats; ``peak``, about the largest logit; ``log_norm``, the
     log-sum-exp relative to it (added up in fp32 they would lose the bits that a confident row rests on); and the
@@ -306,38 +289,16 @@ def absorb(
     """
     if not len(z):
         return
-    width = z.shape[1]
     if backend == "triton":
+        width = z.shape[1]
         out = z if numerators is None else numerators
         numbers, flags = _logit_args(logit_scale, softcap, inv_t)
         pairs = [y for x in sums for y in (x, x.shape[1])] + [state, 0] * (2 - len(sums))
         args = ids, state, state.stride(0), first, width, float(gain), *numbers, *pairs
-        constants = numerators is not None, *flags, _SLACK, SLICE
+        constants = numerators is not None, *flags, twins.SLACK, SLICE
         _launch(_absorb_kernel, (len(z), 1, 1), z, out, args, constants, _WARPS)
         return
-    for rows in _rows(z):
-        x, slope = _logits(z[rows], state.dtype, logit_scale, softcap, inv_t)
-        peak, total, dot, target = state[:, rows]
-        at = ids[rows] - first
-        here = (at >= 0) & (at < width)
-        at = at.clamp(0, width - 1)[:, None]
-        value = x.gather(1, at)
-        target.copy_(torch.where(here, value[:, 0], target))
-        x.scatter_(1, at, value.masked_fill(here[:, None], -torch.inf))
-        top = x.amax(-1)
-        new_peak = torch.where(top > peak + _SLACK, top, peak)
-        x -= new_peak[:, None]
-        e = x.exp()
-        rescale = (peak - new_peak).exp()
-        more = (e * x.clamp_(min=-1e4)).sum(-1)  # the clamp: 0 * -inf is 0 here
-        dot.copy_(rescale * (dot + (peak - new_peak) * total) + more)
-        total.copy_(total * rescale + e.sum(-1))
-        peak.copy_(new_peak)
-        if numerators is not None:
-            e = e if slope is None else e.mul_(slope)
-            numerators[rows] = e if gain == 1.0 else e.mul_(gain)
-            for x in sums if first else ():
-                x[rows] *= rescale[:, None]
+    twins.absorb(z, ids, first, state, numerators, sums, gain, logit_scale, softcap, inv_t)
 
 
 def logits_grad(
@@ -351,28 +312,15 @@ def logits_grad(
     """
     if not len(z):
         return
-    width = z.shape[1]
     if backend == "triton":
+        width = z.shape[1]
         numbers, flags = _logit_args(logit_scale, softcap, inv_t)
         rows = ids, stats.peak, stats.log_norm, stats.rest, stats.entropy, c, c if e is None else e
         constants = *flags, e is not None, _GRAD_BLOCK
         grid = len(z), -(-width // _GRAD_BLOCK), 1
         _launch(_logits_grad_kernel, grid, z, out, (*rows, first, width, *numbers), constants, 4)
         return
-    for rows in _rows(z):
-        x, slope = _logits(z[rows], stats.peak.dtype, logit_scale, softcap, inv_t)
-        s = stats.at(rows)
-        log_p = x.sub_(s.peak[:, None]).sub_(s.log_norm[:, None])
-        grad = log_p.exp()
-        bonus = None if e is None else e[rows, None] * grad * (log_p.clamp_(min=-1e4) + s.entropy[:, None])
-        grad *= -c[rows, None]
-        at = ids[rows] - first
-        here = (at >= 0) & (at < width)
-        at = at.clamp(0, width - 1)[:, None]
-        grad.scatter_(1, at, torch.where(here[:, None], (c[rows] * s.rest)[:, None], grad.gather(1, at)))
-        grad = grad if bonus is None else grad.sub_(bonus)
-        grad = grad if inv_t * logit_scale == 1.0 else grad.mul_(inv_t * logit_scale)
-        out[rows] = grad if slope is None else grad.mul_(slope)
+    twins.logits_grad(z, out, ids, first, stats, c, e, logit_scale, softcap, inv_t)
 
 
 def row_stats(
@@ -388,7 +336,7 @@ def row_stats(
         out = grad if grad is not None else z if numerators is None else numerators
         numbers, flags = _logit_args(logit_scale, softcap, inv_t)
         args = ids, state, state.stride(0), state if c is None else c, z.shape[1], float(gain), *numbers
-        constants = grad is not None, numerators is not None, *flags, _SLACK, _LOWEST, SLICE
+        constants = grad is not None, numerators is not None, *flags, twins.SLACK, _LOWEST, SLICE
         _launch(_row_stats_kernel, (len(z), 1, 1), z, out, args, constants, _WARPS)
         return
     logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=inv_t, backend=backend)
@@ -411,7 +359,4 @@ def put_rows(x, out, at, scale, own=None, weight=None, ids=None, *, backend="tor
         grid = len(x), -(-x.shape[1] // 1024), 1
         _launch(_put_rows_kernel, grid, x, out, args, (own is not None, 1024), 4)
         return
-    for rows in _rows(x):
-        value = x[rows] * scale[rows, None]
-        value = value if own is None else value.addcmul_(weight[ids[rows]].to(value.dtype), own[rows, None])
-        out.index_copy_(0, at[rows], value.to(out.dtype))
+    twins.put_rows(x, out, at, scale, own, weight, ids)

@@ -8,7 +8,7 @@ slice by slice in a second sweep whose chunks have ``slices`` rows.
 import math
 from typing import NamedTuple
 
-from grpo_lab import kernels
+from grpo_lab import kernels, twins
 
 # Microseconds per row by C, measured on an H200 with H 1024, V 151,936 in bf16; on row counts that are no multiple of
 # 1024 cuBLAS is slower. A small chunk pays for the fp32 dW that it reads and writes.
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
             rows = {} if "slice" in "".join(weight) else {"dH of the chunk in fp32 (C, H)": C * H * wide_s}
             moments = [always | chunk | rows | weight]
             if self.device == "cpu":
-                elements = min(C * columns, kernels._TWIN_ELEMENTS)
+                elements = min(C * columns, twins.ELEMENTS)
                 held = 3 if rows else 4
                 twin = {f"work space of the kernels' twins, {held} x up to 2 MiB": held * elements * wide_s}
                 moments.append(always | chunk | rows | twin | (weight if C < N else {}))

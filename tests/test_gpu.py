@@ -158,7 +158,7 @@ def test_the_planner_against_a_sweep(seed):
             best = min(took, key=took.get)
             print(f"H {H} N {N} {'trained' if trains else 'frozen'} {chosen[-1]}: {took['auto']:.1f} ms, best {best} "
                   f"{took[best]:.1f}")  # fmt: skip
-            if took["auto"] > 1.1 * took[best]:
+            if took["auto"] > 1.1 * took[best] + 0.5:  # ms: small batches measure the host, whose launches vary
                 slow.append((H, N, trains, chosen[-1], took))
     assert not slow, slow
 
