@@ -57,7 +57,7 @@ class Problem(NamedTuple):
             "vectors of the tokens (N,) and positions (B, T)": 96 * N + 26 * B * T,
         }
 
-        def sweep(C, columns, weight):
+        def sweep(C, columns, weight, rows):
             name = f"(C, {'V' if columns == V else columns})"
             chunk = {
                 f"chunk of logits, then of their gradient {name}": C * -(-columns * self.logits_itemsize // 128) * 128,
@@ -65,7 +65,7 @@ class Problem(NamedTuple):
             }
             if self.logits_itemsize != s:
                 chunk[f"gradient of fp32 logits {name}"] = C * -(-columns * s // 128) * 128
-            rows = {} if "slice" in "".join(weight) else {"dH of the chunk in fp32 (C, H)": C * H * wide_s}
+            rows = {"dH of the chunk in fp32 (C, H)": C * H * wide_s} if rows else {}
             moments = [always | chunk | rows | weight]
             if self.device == "cpu":
                 elements = min(C * columns, twins.ELEMENTS)
@@ -80,11 +80,12 @@ class Problem(NamedTuple):
         one_chunk = plan.C >= N and s == 2  # dW is one product, rounded at once
         K = self.trained
         total = {"dW (V, H)": V * K * s} if one_chunk else {"dW in fp32 (V, H)": V * K * wide_s}
-        moments = sweep(plan.C, V if plan.wide else min(V, kernels.SLICE), total if self.in_place(plan) else {})
+        columns = V if plan.wide else min(V, kernels.SLICE)
+        moments = sweep(plan.C, columns, total if self.in_place(plan) else {}, rows=True)
         if plan.slices:
             columns = min(V, kernels.SLICE)
             weight = {"dW (V, H)": V * K * s, f"slice of dW in fp32 ({columns}, H)": columns * K * wide_s}
-            moments += sweep(plan.slices, columns, weight)
+            moments += sweep(plan.slices, columns, weight, rows=False)
         elif self.trains and s < 4 and not one_chunk:
             moments.append(always | total | {"dW in the head's dtype (V, H)": V * K * s})
         return max(moments, key=lambda moment: sum(moment.values()))
