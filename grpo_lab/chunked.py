@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_lab.kernels import absorb, finish, logits_grad, resolve_backend, row_stats
+from grpo_lab.kernels import absorb, finish, logits_grad, normalise, resolve_backend, row_stats
 from grpo_lab.naive import naive_logps
 from grpo_lab.plan import Plan, bins
 from grpo_lab.workspace import Workspace, add_products
@@ -223,7 +223,7 @@ class Sweep:
             if now[1] or now[2] or now[4] or bonus:
                 self._learn_in_place(work, coefficients, beforehand)
                 return finish(work.state), work.gradients()
-            c = self._learn_rows(work, coefficients)
+            c = self._learn_rows(work, coefficients, beforehand)
             stats, grads = finish(work.state), work.gradients()
             del work  # its buffers too
             learnt = slice(0, sum(b - a for a, b, active in self.spans if active))
@@ -276,8 +276,9 @@ class Sweep:
             work.learn_weight(g, work.grads)
             work.learn_rows(part, work.products(g))
 
-    def _learn_rows(self, work, coefficients):
-        """Statistics and dH by way of softmax numerators; the coefficients ``(N,)``, ``gain`` times too large."""
+    def _learn_rows(self, work, coefficients, beforehand):
+        """Statistics and dH by way of softmax numerators; if there are slices to come, their coefficients ``(N,)``,
+        ``gain`` times too large."""
         logits = self.numerics.logits
         factor = logits["inv_t"] * logits["logit_scale"]
         all_c = torch.zeros_like(work.state[0])
@@ -286,14 +287,16 @@ class Sweep:
             if not active:
                 continue
             state = work.state[:, a:b]
-            stats = finish(state)
-            c = coefficients(slice(a, b), stats)[0]
-            all_c[a:b] = c * work.gain
-            of_own = c * stats.rest * factor
+            c, _ = coefficients(slice(a, b), None if beforehand else finish(state))
+            if self.plan.slices:
+                all_c[a:b] = c * work.gain
+            log_norm, rest, *_ = normalise(state)
+            c = c * factor
+            of_own = c * rest
             if logits["softcap"] is not None:
                 capped = state[3] / (logits["softcap"] * logits["inv_t"])
                 of_own = of_own * (1 - capped * capped)
-            of_sums = (-stats.log_norm).exp() * c * (-factor / work.gain)
+            of_sums = (-log_norm).exp() * c * (-1.0 / work.gain)
             work.learn_rows(slice(a, b), sums, of_sums, of_own)
         return all_c
 

@@ -263,18 +263,25 @@ def new_state(n, dtype, device):
     return state
 
 
-def finish(state) -> RowStats:
-    """The statistics of rows that have seen all their logits."""
-    peak, total, dot, target = state
+def normalise(state):
+    """Of rows that have seen all their logits: ``log_norm`` and ``rest`` of RowStats, the log-odds against the sampled
+    token, and ``log(1 + exp(-|log-odds|))``."""
+    peak, total, _, target = state
     log_total, gap = total.log(), target - peak
     odds = log_total - gap
     # Not torch.logaddexp: on a CPU its last bit depends on where in memory an element lies
     small = torch.log1p((-odds.abs()).exp())
+    return torch.maximum(log_total, gap) + small, torch.sigmoid(odds), odds, small
+
+
+def finish(state) -> RowStats:
+    """The statistics of rows that have seen all their logits."""
+    peak, total, dot, _ = state
+    log_norm, rest, odds, small = normalise(state)
     logps = -(odds.clamp(min=0.0) + small)
-    log_norm = torch.maximum(log_total, gap) + small
     of_target = logps.exp() * -logps.clamp(min=-1e30)  # 0 * -inf is 0 here
     entropy = of_target + (-log_norm).exp() * (total * log_norm - dot)
-    return RowStats(logps, entropy, peak, log_norm, -torch.expm1(logps))
+    return RowStats(logps, entropy, peak, log_norm, rest)
 
 
 def absorb(
