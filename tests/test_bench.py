@@ -325,9 +325,11 @@ def test_tables_come_back_as_they_were_written(tmp_path):
 
 def test_recorded_tables_say_where_they_come_from_or_that_there_is_none(tmp_path, capsys):
     assert recorded("head", "x", tmp_path) == [] and "head_x.csv is not recorded yet" in capsys.readouterr().out
-    write_table(tmp_path / "head_x.csv", [{"provider": "naive", "ms": 1.0} | MADE | {"torch": "2.11.0", "trl": None}])
-    assert recorded("head", "x", tmp_path)[0]["torch"] == "2.11.0"
-    assert capsys.readouterr().out == "recorded on one X, 2030-01-01: make it\ncommit abcdef0, torch 2.11.0\n"
+    row = {"provider": "naive", "ms": 1.0} | MADE | {"torch": "2.11.0", "trl": None}
+    for commit, said in (("abcdef0123", "abcdef0"), ("abcdef0123-dirty", "abcdef0 with changes (see data/README.md)")):
+        write_table(tmp_path / "head_x.csv", [row | {"commit": commit}])
+        assert recorded("head", "x", tmp_path)[0]["torch"] == "2.11.0"
+        assert capsys.readouterr().out == (f"head_x.csv: recorded on one X, 2030-01-01, commit {said}\ntorch 2.11.0\n")
 
 
 def test_the_committed_records_can_be_read_and_drawn():
