@@ -62,6 +62,8 @@ def recorded(table, device="h200", folder=CLONE / "data" / "benchmarks") -> list
         return []
     rows = read_table(path)
     made = rows[0]
-    print(f"recorded on one {made['device'].split(',')[0]}, {made['time'][:10]}: {made['command']}")
-    print(f"commit {made['commit'][:7]}, " + ", ".join(f"{name} {made[name]}" for name in VERSIONS if made.get(name)))
+    commit, _, dirty = made["commit"].partition("-")
+    commit = commit[:7] + " with changes (see data/README.md)" * bool(dirty)
+    print(f"{path.name}: recorded on one {made['device'].split(',')[0]}, {made['time'][:10]}, commit {commit}")
+    print(", ".join(f"{name} {made[name]}" for name in VERSIONS if made.get(name)))
     return rows

@@ -18,11 +18,12 @@ PROVIDER_LOOKS = {  # line colour, marker, hatch of the bench's providers
 }
 
 
-def _pair(title, size, x_label, y_label):
-    """Two panels side by side with a y axis each, for a trained and a frozen head."""
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
+def _panels(title, rows, height, x_label, y_label):
+    """A panel with a y axis of its own for a trained and for a frozen head, whichever the rows have."""
+    heads = [head for head in ("trainable", "frozen") if any(row["head"] == head for row in rows)]
+    figure = Figure(figsize=(9.0 if len(heads) == 2 else 6.6, height), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    panels = dict(zip(("trainable", "frozen"), figure.subplots(1, 2)))
+    panels = dict(zip(heads, figure.subplots(1, len(heads), squeeze=False)[0]))
     for head, ax in panels.items():
         dress(ax, f"{head} head", x_label, y_label)
     return figure, panels
@@ -34,7 +35,7 @@ def frontier_figure(rows, title="What memory buys"):
     rows: the bench's table "frontier": provider, head, setting, peak_mib and ms, None where it failed (left out); the
     floors are "bare GEMMs" (ms) and "gradients alone" (peak_mib).
     """
-    figure, panels = _pair(title, (9.0, 3.8), "peak memory beyond the inputs, MiB", "time, ms")
+    figure, panels = _panels(title, rows, 3.8, "peak memory beyond the inputs, MiB", "time, ms")
     for head, ax in panels.items():
         here = [r for r in rows if r["head"] == head and r["peak_mib"] is not None]
         curves = {}
@@ -47,9 +48,11 @@ def frontier_figure(rows, title="What memory buys"):
             ax.plot(memory, time, "-", color=colour, linewidth=1.8, label=provider)
             ax.plot(memory, time, marker, color=colour, markerfacecolor="white", label=f"_{provider}: measured")
             for m, t, setting in points:
-                if setting.startswith(("default", "low")):
-                    ax.annotate(setting.split(",")[0], (m, t), (0, 8), textcoords="offset points", fontsize=8,
-                                ha="center", color=colour)  # fmt: skip
+                end, place = setting.split(",")[0], {"color": colour, "fontsize": 8, "textcoords": "offset points"}
+                if end == "default":
+                    ax.annotate(end, (m, t), (0, 8), ha="center", **place)
+                elif end == "low":  # budgets below what it takes end at the same plan, above and below it
+                    ax.annotate(end, (m, t), (-8, 0), ha="right", va="center", **place)
         if not curves:
             continue
         (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
@@ -57,13 +60,14 @@ def frontier_figure(rows, title="What memory buys"):
         least = floor.get("gradients alone", {}).get("peak_mib") or 0
         bare = floor.get("bare GEMMs", {}).get("ms")
         left, low = min(left, 0.8 * least or left), min(low, 0.95 * bare if bare else low)
+        right, high = 1.1 * right, high + 0.06 * (high - low)
         if least:
             ax.plot([least] * 2, [low, high], "-.", color=GREY, linewidth=1.2, label="gradients alone")
         if bare:
             ax.plot([left, right], [bare] * 2, ":", color=GREY, linewidth=1.4, label="bare GEMMs")
         ax.set_xscale("log", base=2)
-        ax.set_xlim(left if left > 0 else None, right * 1.1)
-        ax.set_ylim(low, high + 0.06 * (high - low))
+        ax.set_xlim(left if left > 0 else None, right)
+        ax.set_ylim(low, high)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
         ax.legend(fontsize=8, frameon=False)
     return figure
@@ -74,7 +78,7 @@ def zero_advantage_figure(rows, title="Sequences of zero advantage"):
 
     rows: the bench's table "zero": provider, head, zero_share and ms (None where it failed: left out).
     """
-    figure, panels = _pair(title, (9.0, 3.6), "share of zero-advantage sequences", "time, ms")
+    figure, panels = _panels(title, rows, 4.0, "share of zero-advantage sequences", "time, ms")
     for head, ax in panels.items():
         here = [r for r in rows if r["head"] == head and r["ms"] is not None]
         for provider in dict.fromkeys(r["provider"] for r in here):
@@ -87,7 +91,7 @@ def zero_advantage_figure(rows, title="Sequences of zero advantage"):
         ax.set_ylim(0, None)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
         if ax.lines:
-            ax.legend(fontsize=8, frameon=False)
+            ax.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     return figure
 
 

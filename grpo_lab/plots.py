@@ -12,7 +12,7 @@ import json
 
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
 # Okabe and Ito, "Color Universal Design" (2008); their yellow is left out, too pale for lines on white.
 BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY = "#0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #666666".split()
@@ -268,6 +268,7 @@ def interactive(figure):
     columns = min(2, len(titles))
     lines = -(-len(titles) // columns)
     twin = make_subplots(lines, columns, subplot_titles=titles if len(titles) > 1 else None)
+    named = set()  # a name that several panels share stands in the legend once, and switches all of them
     for place, ax in enumerate(figure.axes):
         cell = {"row": place // columns + 1, "col": place % columns + 1}
         for line in ax.lines:
@@ -278,8 +279,10 @@ def interactive(figure):
             else:
                 marker = {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}
                 style = {"mode": "markers", "marker": marker}
-            in_legend = ax.get_legend() is not None and not name.startswith("_")
-            style |= {"opacity": line.get_alpha() or 1, "showlegend": in_legend}
+            in_legend = ax.get_legend() is not None and not name.startswith("_") and name not in named
+            named |= {name} if in_legend else set()
+            group = name[1:].split(": ")[0] if name.startswith("_") else name
+            style |= {"opacity": line.get_alpha() or 1, "showlegend": in_legend, "legendgroup": group}
             if ax.get_yscale() == "log":
                 style |= {"text": [ax.format_ydata(value) for value in y], "hovertemplate": "%{x}: %{text}"}
             twin.add_scatter(x=x, y=y, name=name.lstrip("_"), **style, **cell)
@@ -291,11 +294,14 @@ def interactive(figure):
 
 
 def _scale(axis, limits):
-    """The axis's scale for plotly; a logarithmic one with our own ticks, since plotly's mark every digit."""
-    if axis.get_scale() != "log":
-        return {"type": axis.get_scale()}
-    ticks = [tick for tick in axis.get_majorticklocs() if limits[0] <= tick <= limits[1]]
-    return {"type": "log", "tickvals": ticks, "ticktext": axis.get_major_formatter().format_ticks(ticks)}
+    """The axis's scale and limits for plotly; with our own ticks where it is logarithmic, since plotly's mark every
+    digit, or where their labels are more than numbers."""
+    kind, labels = axis.get_scale(), axis.get_major_formatter()
+    scale = {"type": kind} if kind == "log" else {"type": kind, "range": list(map(float, limits))}
+    if kind == "log" or not isinstance(labels, ScalarFormatter):
+        ticks = [float(tick) for tick in axis.get_majorticklocs() if limits[0] <= tick <= limits[1]]
+        scale |= {"tickvals": ticks, "ticktext": labels.format_ticks(ticks)}
+    return scale
 
 
 def png(figure):

@@ -2,6 +2,8 @@
 
 import importlib.util
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from grpo_lab import bench, bench_plots, bench_step, cli, plots, providers
 from grpo_lab.bench_files import read_table, recorded, write_table
 from grpo_lab.providers import PROVIDERS, Provider, Shape, make_inputs
 
+ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 SHAPE = Shape(8, 16, 8, 101, 70, "float32")
 CORE = {name: PROVIDERS[name] for name in ("bare GEMMs", "gradients alone", "naive", "chunked", "TRL")}
@@ -325,9 +328,11 @@ def test_tables_come_back_as_they_were_written(tmp_path):
 
 def test_recorded_tables_say_where_they_come_from_or_that_there_is_none(tmp_path, capsys):
     assert recorded("head", "x", tmp_path) == [] and "head_x.csv is not recorded yet" in capsys.readouterr().out
-    write_table(tmp_path / "head_x.csv", [{"provider": "naive", "ms": 1.0} | MADE | {"torch": "2.11.0", "trl": None}])
-    assert recorded("head", "x", tmp_path)[0]["torch"] == "2.11.0"
-    assert capsys.readouterr().out == "recorded on one X, 2030-01-01: make it\ncommit abcdef0, torch 2.11.0\n"
+    row = {"provider": "naive", "ms": 1.0} | MADE | {"torch": "2.11.0", "trl": None}
+    for commit, said in (("abcdef0123", "abcdef0"), ("abcdef0123-dirty", "abcdef0 with changes (see data/README.md)")):
+        write_table(tmp_path / "head_x.csv", [row | {"commit": commit}])
+        assert recorded("head", "x", tmp_path)[0]["torch"] == "2.11.0"
+        assert capsys.readouterr().out == (f"head_x.csv: recorded on one X, 2030-01-01, commit {said}\ntorch 2.11.0\n")
 
 
 def test_the_committed_records_can_be_read_and_drawn():
@@ -337,6 +342,36 @@ def test_the_committed_records_can_be_read_and_drawn():
             assert len(plots.png(draw(rows))) > 1000
     memory, time = bench_plots.steps_figure(recorded("step")).axes
     assert any(text.get_text().endswith(")") for text in memory.texts) and time.patches
+
+
+def test_the_readme_quotes_what_was_recorded():
+    text = (ROOT / "README.md").read_text().split("## What it costs")[1].split("\n## ")[0]
+    quoted = {
+        "naive (full logits)": "naive",
+        "TRL 1.16's fused head": "TRL",
+        "Liger's GRPO loss": "Liger",
+        "Apple's CCE": "Apple CCE",
+        "grpo_lab, chunked": "chunked",
+        'grpo_lab, `memory_budget="low"`': "chunked, low memory",
+        "floor: bare matrix products": "bare GEMMs",
+        "floor: gradients alone": "gradients alone",
+    }
+    rows = {(row["provider"], row["head"]): row for row in recorded("head")}
+    found = {}
+    for line in (line for line in text.splitlines() if line.startswith("| ") and "head | |" not in line):
+        label, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        found[label] = cells
+        for cell, (head, key) in zip(
+            cells, itertools.product(("trainable", "frozen"), ("ms", "peak_mib")), strict=True
+        ):
+            value = rows[quoted[label], head][key]
+            unit = {"ms": "ms", "peak_mib": "MiB"}[key]
+            assert cell in (f"{value or 0:,.0f} {unit}", "" if label.startswith("floor") else None), (label, head, key)
+    assert found.keys() == quoted.keys()
+    every = [row[key] for row in [*rows.values(), *recorded("frontier")] for key in ("ms", "min_ms", "peak_mib")]
+    every = {f"{value:,.0f}" for value in every if value} | {row["setting"] or "" for row in recorded("frontier")}
+    for value, unit in re.findall(r"([\d,]+)\s(ms|MiB)", text):
+        assert value in every or f"budget {value} {unit}" in every, f"{value} {unit}"
 
 
 def test_steps_figure_names_what_failed():

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from grpo_lab import plots
+from grpo_lab import bench_plots, plots
 
 MEMORY = [
     {
@@ -104,6 +104,17 @@ def test_panels_draw_each_step_and_the_mean_and_their_twin_follows():
     twin = plots.interactive(figure)
     assert [t.showlegend for t in twin.data] == [False, True, False, False]
     assert list(twin.data[2].y) == list(two.lines[0].get_ydata()) and twin.data[2].xaxis == "x2"
+
+
+def test_the_twin_names_a_provider_once_and_keeps_limits_and_per_cent():
+    rows = [
+        {"provider": p, "head": head, "zero_share": share, "ms": 10 - 5 * share}
+        for p in ("chunked", "TRL") for head in ("trainable", "frozen") for share in (0.0, 0.5)
+    ]  # fmt: skip
+    twin = plots.interactive(bench_plots.zero_advantage_figure(rows))
+    assert [t.name for t in twin.data if t.showlegend] == ["chunked", "TRL"]
+    assert [t.legendgroup for t in twin.data] == ["chunked", "chunked", "TRL", "TRL"] * 2
+    assert twin.layout.yaxis.range[0] == 0 and "50%" in twin.layout.xaxis2.ticktext
 
 
 def test_budget_heatmap_prints_every_ratio_and_bolds_what_exceeds_the_budget():
