@@ -134,6 +134,7 @@ class Workspace:
             yield first, grads
             for k, grad in grads.items():
                 self.grads[k][first : first + len(grad)] = grad if self.gain == 1.0 else grad.div_(self.gain)
+                del grad  # or it would stay beside the next one
 
     def gradients(self):
         """In the order of ``head``, None where none is needed; sums may still be in fp32."""
