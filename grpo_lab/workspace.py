@@ -43,7 +43,7 @@ class Workspace:
             self.g = _aligned_rows(C, width, self.dtype, device)
         self.row_fields = [k for k, x in ((0, head.hidden), (3, head.lora_states)) if x is not None and needs[k]]
         self.row_weights = [weights[k // 3] for k in self.row_fields]
-        self.grads = {k: torch.zeros(head[k].shape, dtype=head[k].dtype, device=device) for k in self.row_fields}
+        self.grads = {k: self._zeros(k) for k in self.row_fields}
         self.sums = []  # (C, H) in fp32: where narrow tiles add up the gradients of a chunk's rows
         if not wide:
             self.sums = [torch.empty(C, w.shape[1], dtype=self.sum_dtype, device=device) for w in self.row_weights]
@@ -128,7 +128,7 @@ class Workspace:
         its place, in the head's dtype."""
         for k in (1, 2, 4):
             if self.needs[k]:
-                self.grads[k] = torch.zeros_like(self.head[k])
+                self.grads[k] = self._zeros(k)
         for first in range(0, len(self.head.weight), self._width):
             grads = {}
             yield first, grads
@@ -143,8 +143,11 @@ class Workspace:
                     self.grads[k].div_(self.gain)
         for k, need in enumerate(self.needs):
             if need and k not in self.grads:
-                self.grads[k] = torch.zeros_like(self.head[k])
+                self.grads[k] = self._zeros(k)
         return [self.grads.get(k) for k in range(len(self.head))]
+
+    def _zeros(self, k):  # zeros_like would keep the strides of a transposed tensor
+        return torch.zeros(self.head[k].shape, dtype=self.head[k].dtype, device=self.head[k].device)
 
 
 def add_products(sums, g, weights, first):

@@ -372,6 +372,15 @@ def test_states_that_are_slices_of_longer_sequences_are_not_copied(seed):
     assert rows.data_ptr() == longer[:, 5:].data_ptr() and torch.equal(rows[index].view(4, 12, 16), longer[:, 5:17])
 
 
+@pytest.mark.parametrize("plan", [Plan(16, True), Plan(16, False, 16)])
+def test_a_transposed_head_in_bf16(plan, seed, monkeypatch):
+    x = random_inputs(dtype=torch.bfloat16)
+    monkeypatch.setattr(loss_module, "choose", lambda *_: plan)
+    expected = loss_and_grads(x)[1]
+    transposed = loss_and_grads(x | {"weight": x["weight"].t().contiguous().t()})[1]
+    assert all(relative(transposed[name], expected[name]) < 2e-2 for name in expected)
+
+
 @pytest.mark.parametrize(
     "options", [{}, dict(softcap=3.0), dict(bias=True), dict(logits_fp32=True, dtype=torch.bfloat16)]
 )
