@@ -5,6 +5,7 @@
 slice by slice in a second sweep whose chunks have ``slices`` rows.
 """
 
+import bisect
 import math
 from typing import NamedTuple
 
@@ -165,14 +166,17 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
 
 
 def bins(sequences, C: int) -> list[tuple[int, bool, list[int]]]:
-    """Chunks of whole sequences, ``(tokens, have a gradient, indices)``: first-fit decreasing, those with and without a
-    gradient apart."""
-    packed = []
+    """Chunks of whole sequences, ``(tokens, have a gradient, indices)``: the longest first, each where it leaves least
+    room, those with and without a gradient apart."""
+    packed, rooms = [], {True: [], False: []}  # (tokens that still fit, index of the bin), ordered
     for i in sorted((i for i, s in enumerate(sequences) if s[0]), key=lambda i: -sequences[i][0]):
         length, active = sequences[i]
-        home = next((bin for bin in packed if bin[1] == active and bin[0] + length <= C), None)
-        if home is None:
-            packed.append(home := [0, active, []])
-        home[0] += length
-        home[2].append(i)
+        room = rooms[active]
+        at = bisect.bisect_left(room, (length, -1))
+        left, home = room.pop(at) if at < len(room) else (C, len(packed))
+        if home == len(packed):
+            packed.append([0, active, []])
+        packed[home][0] += length
+        packed[home][2].append(i)
+        bisect.insort(room, (left - length, home))
     return packed
