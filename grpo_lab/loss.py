@@ -196,7 +196,8 @@ def _plan(head, numerics, n, sequences, chunk_tokens, memory_budget):
     device, dtype = head.hidden.device, numerics.dtype
     problem = Problem(
         *head.hidden.shape[:2], n, head.hidden.shape[2], len(head.weight), dtype.itemsize,
-        numerics.logits_dtype.itemsize, head.trained, device.type, sequences,
+        numerics.logits_dtype.itemsize, head.trained, device.type, sequences, head.hidden.dtype.itemsize,
+        head.trained_itemsize, head.copied(numerics),
     )  # fmt: skip
     plan = choose(problem, chunk_tokens, memory_budget)
     if device.type == "cuda" and memory_budget is None:

@@ -156,12 +156,19 @@ def add_products(sums, g, weights, first):
         _add_product(total, g, w) if first else _product(g, w, out=total)
 
 
+def lies_in_rows(states):
+    """Whether states ``(B, T, H)`` are dense, or at the same places of longer sequences that are."""
+    _, T, H = states.shape
+    sequence, row, column = states.stride()
+    return bool(T) and column == 1 and row == H and sequence % H == 0 and sequence >= T * H
+
+
 def _flat(states, position):
     """``(rows, index)``: the states ``(B, T, H)`` as rows, without a copy where T is a slice of longer sequences, and
     the row of each token."""
     B, T, H = states.shape
-    sequence, row, column = states.stride()
-    if T and column == 1 and row == H and sequence % H == 0 and sequence >= T * H:
+    sequence = states.stride(0)
+    if lies_in_rows(states):
         rows = states.as_strided(((B - 1) * (sequence // H) + T, H), (H, 1))
         return rows, position if sequence == T * H else position // T * (sequence // H) + position % T
     return states.reshape(-1, H), position
