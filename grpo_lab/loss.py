@@ -91,7 +91,7 @@ def grpo_loss(
     advantages_BT = (advantages if advantages.dim() == 2 else advantages[:, None]).expand(shape)
     ratio_BT = None if ratio is None else ratio.expand(shape)
     scored = mask != 0
-    active = scored & objective.active(advantages_BT, ratio_BT)
+    active = objective.active(scored, advantages_BT, ratio_BT)
     lengths, actives = _scan(token_ids, scored, active, weight.shape[0])
     coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
     sequences = tuple(zip(lengths, (n > 0 for n in actives), strict=True)) if coupling == "sequence" else None

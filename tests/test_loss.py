@@ -303,6 +303,20 @@ def test_vespo_weighs_ratios_of_zero(seed):
     assert relative(got[1]["hidden"], expected[1]["hidden"]) < 1e-9
 
 
+@pytest.mark.parametrize("off_policy", [True, False])
+@pytest.mark.parametrize("zeros", ["advantages", "importance_ratio"])
+def test_sequence_ratios_reach_tokens_whose_own_loss_is_zero(zeros, off_policy, seed):
+    x = random_inputs(off_policy=off_policy)
+    x["advantages"], x["importance_ratio"] = torch.randn(5, 9), torch.rand(5, 9) + 0.5
+    x[zeros][:, ::2] = 0
+    for loss_type in ("grpo", "cispo", "sapo", "vespo"):
+        objective = Objective(loss_type=loss_type, importance_sampling_level="sequence")
+        expected = loss_and_grads(x, impl="naive", objective=objective)[1]
+        for C in (4, 64):
+            got = loss_and_grads(x, impl="chunked", chunk_tokens=C, objective=objective)[1]
+            assert all(relative(got[name], expected[name]) < 1e-9 for name in got), (loss_type, C)
+
+
 def test_without_gradients(seed):
     x = random_inputs()
     expected, _, _ = loss_and_grads(x)
