@@ -71,7 +71,7 @@ def grpo_loss(
     """
     objective = Objective() if objective is None else objective
     _check(isinstance(objective, Objective), "objective", objective, "an Objective or None")
-    head = chunked.Head(hidden, weight, bias, *(lora or ()))
+    head = chunked.Head(hidden, weight, bias, *_pair(lora))
     B, T = shape = _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget)
     numerics = chunked.Numerics.of(head, objective.temperature, softcap, logit_scale, backend, logits_fp32)
     counted = isinstance(num_items, (int, float)) and num_items > 0
@@ -165,7 +165,7 @@ def token_logps(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r}: expected a number above 0")
-    head = chunked.Head(hidden, weight, bias, *(lora or ()))
+    head = chunked.Head(hidden, weight, bias, *_pair(lora))
     shape = _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget)
     numerics = chunked.Numerics.of(head, temperature, softcap, logit_scale, backend, logits_fp32)
     scored = mask != 0
@@ -218,6 +218,12 @@ def _check(ok, name, value, expected):
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
+def _pair(lora):
+    fits = lora is None or len(lora) == 2 and all(isinstance(x, torch.Tensor) for x in lora)
+    _check(fits, "lora", lora, "None or two tensors, states (B, T, r) and weight (V, r)")
+    return lora or (None, None)
+
+
 def _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget):
     hidden, weight, bias, lora_states, lora_weight = head
     _check(impl in ("auto", "naive", "chunked"), "impl", impl, "'naive', 'chunked' or 'auto'")
@@ -235,8 +241,10 @@ def _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget):
     _check(weight.dim() == 2 and weight.shape[1] == H, "weight", weight, f"shape (V, {H})")
     _check(bias is None or bias.shape == weight.shape[:1], "bias", bias, f"shape ({len(weight)},)")
     if lora_states is not None:
-        rank = lora_states.shape[-1]
-        _check(lora_states.shape == (B, T, rank), "lora", lora_states, f"states of shape ({B}, {T}, r)")
+        rank = lora_states.shape[-1] if lora_states.dim() else 0
+        _check(lora_states.shape == (B, T, rank) and rank, "lora", lora_states, f"states of shape ({B}, {T}, r)")
+        for x in (lora_states, lora_weight):
+            _check(x.dtype in _DTYPES, "lora", x.dtype, f"one of {_DTYPES}")
         _check(
             lora_weight.shape == (len(weight), rank), "lora", lora_weight, f"a weight of shape ({len(weight)}, {rank})"
         )
