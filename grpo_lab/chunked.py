@@ -24,6 +24,7 @@ GEMMs of head size, f the share of tokens with a gradient: 1 + 2f; frozen 1 + f;
 compute f more.
 """
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -351,8 +352,11 @@ class Sweep:
         logits_grad(z, g, self.ids[part], first, stats.at(part), c[part], e, **self.numerics.logits)
 
 
+@contextlib.contextmanager
 def _no_autocast(head):
-    return torch.autocast(head.hidden.device.type, enabled=False)
+    """And with the head's device as the current one, where Triton launches whatever device its arguments are on."""
+    with torch.autocast(head.hidden.device.type, enabled=False), torch.cuda.device_of(head.hidden):
+        yield
 
 
 def _power_of_two(x):
