@@ -24,6 +24,7 @@ GEMMs of head size, f the share of tokens with a gradient: 1 + 2f; frozen 1 + f;
 compute f more.
 """
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ import torch
 from grpo_lab.kernels import absorb, finish, logits_grad, normalise, resolve_backend, row_stats
 from grpo_lab.naive import naive_logps
 from grpo_lab.plan import Plan, bins
-from grpo_lab.workspace import Workspace, add_products
+from grpo_lab.workspace import Workspace, add_products, lies_in_rows
 
 
 class Head(NamedTuple):
@@ -52,6 +53,21 @@ class Head(NamedTuple):
         pairs = (self.weight, self.lora_weight)
         columns = sum(x.shape[1] for x in pairs if x is not None and x.requires_grad)
         return columns or int(self.bias is not None and self.bias.requires_grad)
+
+    @property
+    def trained_itemsize(self) -> int | None:
+        """Bytes of an element of the gradient of the head."""
+        weights = (self.weight, self.lora_weight, self.bias)
+        return max((x.dtype.itemsize for x in weights if x is not None and x.requires_grad), default=None)
+
+    def copied(self, numerics) -> int:
+        """Bytes of the copies that a call makes: of weights in another dtype, of states that do not lie in rows."""
+        weights = [x for x in (self.weight, self.lora_weight) if x is not None]
+        states = [x for x in (self.hidden, self.lora_states) if x is not None and not lies_in_rows(x)]
+        size = sum(x.numel() for x in weights if x.dtype != numerics.dtype) * numerics.dtype.itemsize
+        if numerics.logits_fp32 and not self.weight.is_cuda:  # no product has a wider result than its factors there
+            size += 4 * sum(x.numel() for x in weights)
+        return size + sum(x.numel() * x.dtype.itemsize for x in states)
 
 
 def one_pass(sweep, objective, tokens, head, coupling):
@@ -339,8 +355,11 @@ class Sweep:
         logits_grad(z, g, self.ids[part], first, stats.at(part), c[part], e, **self.numerics.logits)
 
 
+@contextlib.contextmanager
 def _no_autocast(head):
-    return torch.autocast(head.hidden.device.type, enabled=False)
+    """And with the head's device as the current one, where Triton launches whatever device its arguments are on."""
+    with torch.autocast(head.hidden.device.type, enabled=False), torch.cuda.device_of(head.hidden):
+        yield
 
 
 def _power_of_two(x):

@@ -222,7 +222,7 @@ def _launch(kernel, grid, z, out, args, constants, warps):
     """``kernel[grid](...)``, which looks its arguments over for longer than a tile takes: what was compiled for the
     same z, out, numbers and constants, all that Triton specialises on here, is launched directly."""
     numbers = tuple((x == 1, x % 16 == 0) for x in args if isinstance(x, int))
-    layout = z.dtype, out.dtype, z.stride(0), out.stride(0), (z.data_ptr() | out.data_ptr()) % 16, z.device
+    layout = z.dtype, out.dtype, z.stride(0), out.stride(0), z.data_ptr() % 16, out.data_ptr() % 16, z.device
     dtypes = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
     key = kernel, warps, layout, dtypes, numbers, constants
     args = (z, z.stride(0), out, out.stride(0), *args, *constants)
@@ -361,7 +361,10 @@ def put_rows(x, out, at, scale, own=None, weight=None, ids=None, *, backend="tor
     if not len(x):
         return
     if backend == "triton":
-        weight, ids = (x, at) if own is None else (weight, ids)
+        if own is None:
+            weight, ids = x, at
+        elif weight.stride(1) != 1 or weight.data_ptr() % 16:  # the kernel reads rows that are aligned and dense
+            weight, ids = weight[ids].contiguous(), torch.arange(len(ids), device=ids.device)
         args = at, scale, weight, weight.stride(0), ids, scale if own is None else own, x.shape[1]
         grid = len(x), -(-x.shape[1] // 1024), 1
         _launch(_put_rows_kernel, grid, x, out, args, (own is not None, 1024), 4)

@@ -71,7 +71,7 @@ def grpo_loss(
     """
     objective = Objective() if objective is None else objective
     _check(isinstance(objective, Objective), "objective", objective, "an Objective or None")
-    head = chunked.Head(hidden, weight, bias, *(lora or ()))
+    head = chunked.Head(hidden, weight, bias, *_pair(lora))
     B, T = shape = _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget)
     numerics = chunked.Numerics.of(head, objective.temperature, softcap, logit_scale, backend, logits_fp32)
     counted = isinstance(num_items, (int, float)) and num_items > 0
@@ -91,7 +91,7 @@ def grpo_loss(
     advantages_BT = (advantages if advantages.dim() == 2 else advantages[:, None]).expand(shape)
     ratio_BT = None if ratio is None else ratio.expand(shape)
     scored = mask != 0
-    active = scored & objective.active(advantages_BT, ratio_BT)
+    active = objective.active(scored, advantages_BT, ratio_BT)
     lengths, actives = _scan(token_ids, scored, active, weight.shape[0])
     coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
     sequences = tuple(zip(lengths, (n > 0 for n in actives), strict=True)) if coupling == "sequence" else None
@@ -165,7 +165,7 @@ def token_logps(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r}: expected a number above 0")
-    head = chunked.Head(hidden, weight, bias, *(lora or ()))
+    head = chunked.Head(hidden, weight, bias, *_pair(lora))
     shape = _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget)
     numerics = chunked.Numerics.of(head, temperature, softcap, logit_scale, backend, logits_fp32)
     scored = mask != 0
@@ -196,7 +196,8 @@ def _plan(head, numerics, n, sequences, chunk_tokens, memory_budget):
     device, dtype = head.hidden.device, numerics.dtype
     problem = Problem(
         *head.hidden.shape[:2], n, head.hidden.shape[2], len(head.weight), dtype.itemsize,
-        numerics.logits_dtype.itemsize, head.trained, device.type, sequences,
+        numerics.logits_dtype.itemsize, head.trained, device.type, sequences, head.hidden.dtype.itemsize,
+        head.trained_itemsize, head.copied(numerics),
     )  # fmt: skip
     plan = choose(problem, chunk_tokens, memory_budget)
     if device.type == "cuda" and memory_budget is None:
@@ -217,6 +218,12 @@ def _check(ok, name, value, expected):
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
+def _pair(lora):
+    fits = lora is None or len(lora) == 2 and all(isinstance(x, torch.Tensor) for x in lora)
+    _check(fits, "lora", lora, "None or two tensors, states (B, T, r) and weight (V, r)")
+    return lora or (None, None)
+
+
 def _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget):
     hidden, weight, bias, lora_states, lora_weight = head
     _check(impl in ("auto", "naive", "chunked"), "impl", impl, "'naive', 'chunked' or 'auto'")
@@ -234,8 +241,10 @@ def _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget):
     _check(weight.dim() == 2 and weight.shape[1] == H, "weight", weight, f"shape (V, {H})")
     _check(bias is None or bias.shape == weight.shape[:1], "bias", bias, f"shape ({len(weight)},)")
     if lora_states is not None:
-        rank = lora_states.shape[-1]
-        _check(lora_states.shape == (B, T, rank), "lora", lora_states, f"states of shape ({B}, {T}, r)")
+        rank = lora_states.shape[-1] if lora_states.dim() else 0
+        _check(lora_states.shape == (B, T, rank) and rank, "lora", lora_states, f"states of shape ({B}, {T}, r)")
+        for x in (lora_states, lora_weight):
+            _check(x.dtype in _DTYPES, "lora", x.dtype, f"one of {_DTYPES}")
         _check(
             lora_weight.shape == (len(weight), rank), "lora", lora_weight, f"a weight of shape ({len(weight)}, {rank})"
         )

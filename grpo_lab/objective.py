@@ -94,12 +94,17 @@ class Objective:
         )
         return "sequence" if by_sequence else "token"
 
-    def active(self, advantages: torch.Tensor, importance_ratio: torch.Tensor | None) -> torch.Tensor:
-        """Tokens whose coefficient may differ from 0, as far as it is known before the log-probs are."""
+    def active(self, scored, advantages: torch.Tensor, importance_ratio: torch.Tensor | None) -> torch.Tensor:
+        """Of the tokens ``scored`` ``(B, T)`` those whose coefficient may differ from 0, as far as it is known before
+        the log-probs are."""
         if self.beta != 0.0 or self.entropy_coef != 0.0:
-            return torch.ones_like(advantages, dtype=torch.bool)
-        active = advantages != 0
-        return active if importance_ratio is None or self.loss_type == "vespo" else active & (importance_ratio != 0)
+            return scored
+        active = scored & (advantages != 0)
+        if importance_ratio is not None and self.loss_type != "vespo":
+            active &= importance_ratio != 0
+        if self.importance_sampling_level == "sequence":  # the ratio of one token's loss is the log-prob of all
+            active = scored & active.any(-1, keepdim=True)
+        return active
 
     def weights(self, lengths_B: torch.Tensor, seq_N: torch.Tensor, num_items: torch.Tensor | float | None):
         """Each scored token's share ``(N,)`` in the loss. ``num_items`` is the token count that dapo, cispo and vespo

@@ -5,6 +5,7 @@
 slice by slice in a second sweep whose chunks have ``slices`` rows.
 """
 
+import bisect
 import math
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ class Plan(NamedTuple):
 class Problem(NamedTuple):
     """What a plan depends on: ``scored`` N tokens of ``batch`` x ``length`` positions, bytes of an element of the
     gradients' dtype and of the logits, how many columns of the head train (H, an adapter's r, or 0); ``sequences``,
-    ``(tokens, has a gradient)`` of each, where a coefficient depends on the whole sequence."""
+    ``(tokens, has a gradient)`` of each, where a coefficient depends on the whole sequence; bytes of an element of the
+    hidden states and of the head where they differ from the products', and ``copied`` of inputs that are copied."""
 
     batch: int
     length: int
@@ -43,6 +45,9 @@ class Problem(NamedTuple):
     trained: int
     device: str
     sequences: tuple[tuple[int, bool], ...] | None = None
+    hidden_itemsize: int | None = None
+    head_itemsize: int | None = None
+    copied: int = 0
 
     @property
     def trains(self) -> bool:
@@ -51,11 +56,12 @@ class Problem(NamedTuple):
     def memory(self, plan: Plan) -> dict[str, int]:
         """The tensors that are alive together at a call's peak, beyond its inputs, in bytes."""
         B, T, N, H, V, s = *self[:5], self.itemsize
-        wide_s = max(s, 4)
-        always = {
-            "dH (B, T, H)": B * T * H * s,
+        wide_s, head_s = max(s, 4), self.head_itemsize or s
+        kept = {
+            "dH (B, T, H)": B * T * H * (self.hidden_itemsize or s),
             "vectors of the tokens (N,) and positions (B, T)": 96 * N + 26 * B * T,
         }
+        always = kept | ({"inputs in another dtype or as rows": self.copied} if self.copied else {})
 
         def sweep(C, columns, weight, rows):
             name = f"(C, {'V' if columns == V else columns})"
@@ -71,7 +77,9 @@ class Problem(NamedTuple):
                 elements = min(C * columns, twins.ELEMENTS)
                 held = 3 if rows else 4
                 twin = {f"work space of the kernels' twins, {held} x up to 2 MiB": held * elements * wide_s}
-                moments.append(always | chunk | rows | twin | (weight if C < N else {}))
+                # What of dW is there while the twins of a whole chunk are at work
+                names = [*weight] if N >= 2 * C or rows and N > C else [] if rows else [*weight][:1]
+                moments.append(always | chunk | rows | twin | {name: weight[name] for name in names})
                 if s < 4:
                     widened = {f"factors of a product in fp32, {name} and ({name[4:-1]}, H)": 4 * columns * (C + H)}
                     moments.append(always | chunk | rows | weight | widened)
@@ -84,10 +92,10 @@ class Problem(NamedTuple):
         moments = sweep(plan.C, columns, total if self.in_place(plan) else {}, rows=True)
         if plan.slices:
             columns = min(V, kernels.SLICE)
-            weight = {"dW (V, H)": V * K * s, f"slice of dW in fp32 ({columns}, H)": columns * K * wide_s}
+            weight = {"dW (V, H)": V * K * head_s, f"slice of dW in fp32 ({columns}, H)": columns * K * wide_s}
             moments += sweep(plan.slices, columns, weight, rows=False)
-        elif self.trains and s < 4 and not one_chunk:
-            moments.append(always | total | {"dW in the head's dtype (V, H)": V * K * s})
+        elif self.trains and head_s != (s if one_chunk else wide_s):
+            moments.append(kept | total | {"dW in the head's dtype (V, H)": V * K * head_s})
         return max(moments, key=lambda moment: sum(moment.values()))
 
     def in_place(self, plan: Plan) -> bool:
@@ -166,14 +174,17 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
 
 
 def bins(sequences, C: int) -> list[tuple[int, bool, list[int]]]:
-    """Chunks of whole sequences, ``(tokens, have a gradient, indices)``: first-fit decreasing, those with and without a
-    gradient apart."""
-    packed = []
+    """Chunks of whole sequences, ``(tokens, have a gradient, indices)``: the longest first, each where it leaves least
+    room, those with and without a gradient apart."""
+    packed, rooms = [], {True: [], False: []}  # (tokens that still fit, index of the bin), ordered
     for i in sorted((i for i, s in enumerate(sequences) if s[0]), key=lambda i: -sequences[i][0]):
         length, active = sequences[i]
-        home = next((bin for bin in packed if bin[1] == active and bin[0] + length <= C), None)
-        if home is None:
-            packed.append(home := [0, active, []])
-        home[0] += length
-        home[2].append(i)
+        room = rooms[active]
+        at = bisect.bisect_left(room, (length, -1))
+        left, home = room.pop(at) if at < len(room) else (C, len(packed))
+        if home == len(packed):
+            packed.append([0, active, []])
+        packed[home][0] += length
+        packed[home][2].append(i)
+        bisect.insort(room, (left - length, home))
     return packed

@@ -43,7 +43,7 @@ class Workspace:
             self.g = _aligned_rows(C, width, self.dtype, device)
         self.row_fields = [k for k, x in ((0, head.hidden), (3, head.lora_states)) if x is not None and needs[k]]
         self.row_weights = [weights[k // 3] for k in self.row_fields]
-        self.grads = {k: torch.zeros(head[k].shape, dtype=head[k].dtype, device=device) for k in self.row_fields}
+        self.grads = {k: self._zeros(k) for k in self.row_fields}
         self.sums = []  # (C, H) in fp32: where narrow tiles add up the gradients of a chunk's rows
         if not wide:
             self.sums = [torch.empty(C, w.shape[1], dtype=self.sum_dtype, device=device) for w in self.row_weights]
@@ -128,7 +128,7 @@ class Workspace:
         its place, in the head's dtype."""
         for k in (1, 2, 4):
             if self.needs[k]:
-                self.grads[k] = torch.zeros_like(self.head[k])
+                self.grads[k] = self._zeros(k)
         for first in range(0, len(self.head.weight), self._width):
             grads = {}
             yield first, grads
@@ -144,8 +144,11 @@ class Workspace:
                     self.grads[k].div_(self.gain)
         for k, need in enumerate(self.needs):
             if need and k not in self.grads:
-                self.grads[k] = torch.zeros_like(self.head[k])
+                self.grads[k] = self._zeros(k)
         return [self.grads.get(k) for k in range(len(self.head))]
+
+    def _zeros(self, k):  # zeros_like would keep the strides of a transposed tensor
+        return torch.zeros(self.head[k].shape, dtype=self.head[k].dtype, device=self.head[k].device)
 
 
 def add_products(sums, g, weights, first):
@@ -154,12 +157,19 @@ def add_products(sums, g, weights, first):
         _add_product(total, g, w) if first else _product(g, w, out=total)
 
 
+def lies_in_rows(states):
+    """Whether states ``(B, T, H)`` are dense, or at the same places of longer sequences that are."""
+    _, T, H = states.shape
+    sequence, row, column = states.stride()
+    return bool(T) and column == 1 and row == H and sequence % H == 0 and sequence >= T * H
+
+
 def _flat(states, position):
     """``(rows, index)``: the states ``(B, T, H)`` as rows, without a copy where T is a slice of longer sequences, and
     the row of each token."""
     B, T, H = states.shape
-    sequence, row, column = states.stride()
-    if T and column == 1 and row == H and sequence % H == 0 and sequence >= T * H:
+    sequence = states.stride(0)
+    if lies_in_rows(states):
         rows = states.as_strided(((B - 1) * (sequence // H) + T, H), (H, 1))
         return rows, position if sequence == T * H else position // T * (sequence // H) + position % T
     return states.reshape(-1, H), position

@@ -249,3 +249,10 @@ def test_trainer_with_a_real_head(loss_impl, tmp_path):
     print([(c["case"], c["against"], c["dtype"], c["errors"]) for c in trainer.receipt["checks"]])
     assert trainer.receipt["passed"]
     assert all(0 < row["grad_norm"] < 100 for row in trainer.state.log_history if "grad_norm" in row)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_head_that_is_not_on_the_current_device(seed):
+    x = random_inputs(B=4, T=16, H=64, V=301, dtype=torch.bfloat16, off_policy=False)
+    first, second = (loss_and_grads({k: v.to(f"cuda:{i}") for k, v in x.items()})[1] for i in (0, 1))
+    assert all(torch.equal(first[k].cpu(), second[k].cpu()) for k in first)

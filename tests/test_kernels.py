@@ -130,6 +130,18 @@ def test_rows_are_put_in_their_places(backend, dtype, seed):
         assert torch.all(out[[2, 4, 5, 6]] == 7)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_of_a_weight_that_is_transposed_strided_or_unaligned(backend, seed):
+    x, at = torch.randn(5, 24, device=DEVICE), torch.tensor([7, 0, 3, 8, 1], device=DEVICE)
+    ids, own = torch.tensor([3, 3, 19, 0, 5], device=DEVICE), torch.randn(5, device=DEVICE)
+    dense = torch.randn(20, 24, device=DEVICE)
+    strided, unaligned = torch.empty(20, 48, device=DEVICE)[:, ::2], torch.empty(481, device=DEVICE)[1:].view(20, 24)
+    for weight in (dense, dense.t().contiguous().t(), strided.copy_(dense), unaligned.copy_(dense)):
+        out = torch.zeros(9, 24, device=DEVICE)
+        kernels.put_rows(x, out, at, own, own, weight, ids, backend=backend)
+        torch.testing.assert_close(out[at], own[:, None] * (x + dense[ids]))
+
+
 def test_float64_statistics_are_those_of_log_softmax(seed):
     z, ids = rows(7, 50, torch.float64)
     logits = 3 * torch.tanh(z * 0.5 / 3) / 0.8

@@ -303,6 +303,20 @@ def test_vespo_weighs_ratios_of_zero(seed):
     assert relative(got[1]["hidden"], expected[1]["hidden"]) < 1e-9
 
 
+@pytest.mark.parametrize("off_policy", [True, False])
+@pytest.mark.parametrize("zeros", ["advantages", "importance_ratio"])
+def test_sequence_ratios_reach_tokens_whose_own_loss_is_zero(zeros, off_policy, seed):
+    x = random_inputs(off_policy=off_policy)
+    x["advantages"], x["importance_ratio"] = torch.randn(5, 9), torch.rand(5, 9) + 0.5
+    x[zeros][:, ::2] = 0
+    for loss_type in ("grpo", "cispo", "sapo", "vespo"):
+        objective = Objective(loss_type=loss_type, importance_sampling_level="sequence")
+        expected = loss_and_grads(x, impl="naive", objective=objective)[1]
+        for C in (4, 64):
+            got = loss_and_grads(x, impl="chunked", chunk_tokens=C, objective=objective)[1]
+            assert all(relative(got[name], expected[name]) < 1e-9 for name in got), (loss_type, C)
+
+
 def test_without_gradients(seed):
     x = random_inputs()
     expected, _, _ = loss_and_grads(x)
@@ -372,6 +386,15 @@ def test_states_that_are_slices_of_longer_sequences_are_not_copied(seed):
     assert rows.data_ptr() == longer[:, 5:].data_ptr() and torch.equal(rows[index].view(4, 12, 16), longer[:, 5:17])
 
 
+@pytest.mark.parametrize("plan", [Plan(16, True), Plan(16, False, 16)])
+def test_a_transposed_head_in_bf16(plan, seed, monkeypatch):
+    x = random_inputs(dtype=torch.bfloat16)
+    monkeypatch.setattr(loss_module, "choose", lambda *_: plan)
+    expected = loss_and_grads(x)[1]
+    transposed = loss_and_grads(x | {"weight": x["weight"].t().contiguous().t()})[1]
+    assert all(relative(transposed[name], expected[name]) < 2e-2 for name in expected)
+
+
 @pytest.mark.parametrize(
     "options", [{}, dict(softcap=3.0), dict(bias=True), dict(logits_fp32=True, dtype=torch.bfloat16)]
 )
@@ -424,6 +447,10 @@ def bad(**change):
         (bad(ref_logps=None), {"objective": Objective(beta=0.1)}, "ref_logps"),
         (bad(importance_ratio=lambda x: x["importance_ratio"][:, :2]), {}, "importance_ratio: got shape (5, 2)"),
         (bad(bias=lambda x: torch.zeros(36)), {}, "bias: got shape (36,)"),
+        (bad(lora=(torch.ones(5, 9, 2),)), {}, "lora: got (tensor("),
+        (bad(lora=(torch.ones(()), torch.ones(37, 1))), {}, "lora: got shape (), expected states of shape (5, 9, r)"),
+        (bad(lora=(torch.ones(5, 9, 0), torch.ones(37, 0))), {}, "lora: got shape (5, 9, 0)"),
+        (bad(lora=(torch.ones(5, 9, 2), torch.ones(37, 2).int())), {}, "lora: got torch.int32"),
         (bad(), {"chunk_tokens": 0}, "chunk_tokens: got 0"),
         (bad(), {"chunk_tokens": 2.5}, "chunk_tokens: got 2.5"),
         (bad(), {"chunk_tokens": "all"}, "chunk_tokens: got 'all'"),

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from grpo_lab import grpo_loss, kernels, memory
+from grpo_lab import loss as loss_module
+from grpo_lab import plan as plan_module
 from grpo_lab.memory import measure_peak, predict_loss_bytes
 
 MIB = 2**20
@@ -86,6 +88,42 @@ def test_prediction_agrees_with_the_measured_peak(dtype, impl, chunk, budget, tr
     )
     _, peak = measure_peak(fn)
     assert sum(predicted.values()) == pytest.approx(peak, rel=0.05), {k: v / MIB for k, v in predicted.items()}
+
+
+@needs_exact
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize(
+    ("states", "head", "autocast", "budget"),
+    [
+        (torch.float32, torch.bfloat16, False, None),  # the head is copied to fp32
+        (torch.float32, torch.float32, True, None),  # and here to bf16, while gradients are fp32
+        (torch.float32, torch.float32, False, "low"),  # dW is there before the only chunk's kernels run
+    ],
+)
+def test_a_plan_counts_what_other_dtypes_copy(states, head, autocast, budget, trainable, monkeypatch):
+    B, T, H, V = 4, 64, 256, 16384
+    hidden = torch.randn(T, B, H).to(states).transpose(0, 1).requires_grad_()
+    weight = torch.randn(V, H).mul(0.05).to(head).requires_grad_(trainable)
+    ids, advantages, mask = torch.randint(V, (B, T)), torch.randn(B), torch.ones(B, T)
+    predicted = []
+
+    def choose(problem, *args):
+        plan = plan_module.choose(problem, *args)
+        predicted.append(problem.peak(plan))
+        return plan
+
+    monkeypatch.setattr(loss_module, "choose", choose)
+
+    def fn():
+        hidden.grad = weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, _ = grpo_loss(hidden, weight, ids, mask, advantages, memory_budget=budget)
+        loss.backward()
+
+    fn()
+    hidden.grad = weight.grad = None
+    _, peak = measure_peak(fn)
+    assert peak <= 1.05 * predicted[0] and predicted[0] <= 1.2 * peak
 
 
 def test_prediction_by_hand():

@@ -1,8 +1,11 @@
 """The planner: what it chooses by shape, memory and route, and what it says that takes."""
 
+import random
+import time
+
 import pytest
 
-from grpo_lab.plan import Plan, Problem, choose
+from grpo_lab.plan import Plan, Problem, bins, choose
 
 
 def problem(n=38_694, hidden=1024, vocab=151_936, trains=True, device="cuda", itemsize=2, sequences=None):
@@ -78,3 +81,16 @@ def test_the_low_setting_is_near_the_floor():
 def test_an_adapter_on_the_head_takes_no_memory_for_the_frozen_weight():
     p = Problem(2, 32, 64, 512, 40_000, 4, 4, 8, "cpu")
     assert p.peak(choose(p, memory_budget=40 << 20)) <= 40 << 20
+
+
+def test_bins_hold_every_sequence_once_and_thousands_are_planned_quickly(seed):
+    rng = random.Random(seed)
+    sequences = tuple((rng.randint(0, 2000), rng.random() < 0.7) for _ in range(4096))
+    packed = bins(sequences, 4096)
+    assert all(tokens == sum(sequences[i][0] for i in members) <= 4096 for tokens, _, members in packed)
+    assert all(sequences[i][1] == active for _, active, members in packed for i in members)
+    assert sorted(i for *_, members in packed for i in members) == [i for i, s in enumerate(sequences) if s[0]]
+    assert len(packed) <= 1.01 * sum(tokens for tokens, _ in sequences) / 4096 + 2
+    start = time.perf_counter()
+    choose(problem(n=sum(tokens for tokens, _ in sequences), sequences=sequences))
+    assert time.perf_counter() - start < 1.5  # the device has nothing to do meanwhile
