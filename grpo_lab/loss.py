@@ -100,6 +100,10 @@ def grpo_loss(
         coupling in ("nothing", "token") or coupling == "sequence" and max(lengths, default=0) <= plan.C
     )
     in_one_pass = in_one_pass and (objective.entropy_coef == 0.0 or plan.wide and not plan.slices)
+    if numerics.dtype == torch.float16 and head.trained and coupling != "nothing":
+        in_one_pass = (
+            False  # ratios and KL can overflow fp16: two phases scale by the coefficients that they have found
+        )
     if in_one_pass and coupling == "sequence":
         position, spans = chunked.whole_sequences(scored, sequences, plan.C)
     else:

@@ -261,6 +261,18 @@ def test_fp16_keeps_gradients_that_a_batch_average_makes_tiny(impl, seed):
     assert relative(grads["hidden"], exact["hidden"]) < 5e-3 and relative(grads["weight"], exact["weight"]) < 5e-3
 
 
+@pytest.mark.parametrize("budget", [None, "low"])
+def test_fp16_has_room_for_large_ratios(budget, seed):
+    x = random_inputs(B=4, T=8, H=16, V=200, dtype=torch.float16)
+    x["mask"][:], x["advantages"] = 1, -torch.ones(4)
+    del x["importance_ratio"], x["ref_logps"]
+    _, _, stats = loss_and_grads(x, torch.float64, impl="naive")
+    x["old_logps"] = stats.logps.float() - 7  # ratios of 1,100, and nothing clips them
+    _, exact, _ = loss_and_grads(x, torch.float64, impl="naive")
+    _, grads, _ = loss_and_grads(x, memory_budget=budget)
+    assert all(torch.isfinite(g).all() and relative(g, exact[k]) < 2e-3 for k, g in grads.items())
+
+
 @pytest.mark.parametrize("impl", ["naive", "chunked"])
 def test_fp16_has_room_for_large_advantages(impl, seed):
     x = random_inputs(B=8, T=16, H=64, V=301, dtype=torch.float16, off_policy=False)
