@@ -254,8 +254,9 @@ class Sweep:
             for a, b, _ in self.spans if any(now) else ():
                 work.load(a, b)
                 sums = [x[: b - a] for x in work.sums]
+                ids, *rest = self._grad_arguments(a, b, stats, c, e)
                 for first, z, g, weights in work.tiles():
-                    self._gradient(z, g, slice(a, b), first, stats, c, e)
+                    logits_grad(z, g, ids, first, *rest, **self.numerics.logits)
                     if work.wide:
                         work.learn_weight(g, work.grads)
                         sums = work.products(g)
@@ -338,10 +339,7 @@ class Sweep:
             return grads
         sweep, stats, c = self.subset(index, Plan(self.plan.slices, False)), stats.at(index), c[index]
         work = Workspace(sweep, head, needs)
-        chunks = [  # views made once: making them takes the host as long as a tile takes the device
-            (a, b, (sweep.ids[a:b], stats.at(slice(a, b)), c[a:b], None if e is None else e[a:b]))
-            for a, b, _ in sweep.spans
-        ]
+        chunks = [(a, b, sweep._grad_arguments(a, b, stats, c, e)) for a, b, _ in sweep.spans]
         for first, part in work.weight_slices():
             for a, b, (ids, *rest) in chunks:
                 work.load(a, b)
@@ -350,9 +348,11 @@ class Sweep:
                 work.learn_weight(g, part)
         return [mine if mine is not None else theirs for mine, theirs in zip(work.gradients(), grads, strict=True)]
 
-    def _gradient(self, z, g, part, first, stats, c, e):
-        e = None if e is None else e[part]
-        logits_grad(z, g, self.ids[part], first, stats.at(part), c[part], e, **self.numerics.logits)
+    def _grad_arguments(self, a, b, stats, c, e):
+        """What ``logits_grad`` takes of tokens a to b: views to be made once a chunk, since making them takes the host
+        as long as a tile takes the device."""
+        part = slice(a, b)
+        return self.ids[part], stats.at(part), c[part], None if e is None else e[part]
 
 
 @contextlib.contextmanager

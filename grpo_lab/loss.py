@@ -96,14 +96,14 @@ def grpo_loss(
     coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
     sequences = tuple(zip(lengths, (n > 0 for n in actives), strict=True)) if coupling == "sequence" else None
     plan = _plan(head, numerics, sum(lengths), sequences, chunk_tokens, memory_budget)
-    in_one_pass = impl != "naive" and (
-        coupling in ("nothing", "token") or coupling == "sequence" and max(lengths, default=0) <= plan.C
+    # Ratios and KL can overflow fp16: two phases scale by the coefficients that they have found
+    may_overflow = numerics.dtype == torch.float16 and head.trained and coupling != "nothing"
+    in_one_pass = (
+        impl != "naive"
+        and (coupling in ("nothing", "token") or coupling == "sequence" and max(lengths, default=0) <= plan.C)
+        and (objective.entropy_coef == 0.0 or plan.wide and not plan.slices)
+        and not may_overflow
     )
-    in_one_pass = in_one_pass and (objective.entropy_coef == 0.0 or plan.wide and not plan.slices)
-    if numerics.dtype == torch.float16 and head.trained and coupling != "nothing":
-        in_one_pass = (
-            False  # ratios and KL can overflow fp16: two phases scale by the coefficients that they have found
-        )
     if in_one_pass and coupling == "sequence":
         position, spans = chunked.whole_sequences(scored, sequences, plan.C)
     else:
