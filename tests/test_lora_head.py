@@ -5,8 +5,6 @@ a log-softmax, so that nothing of ``head.py`` or of the loss is shared.
 """
 
 import functools
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ import transformers
 import trl
 from heads import relative
 from peft import LoraConfig, get_peft_model
+from ranks import run_on_two_ranks
 from test_trainer import SIZE, assert_same_training, logged, tiny, trained, trainer  # noqa: F401
 from trl.trainer import grpo_trainer
 
@@ -328,17 +327,11 @@ for adapted in (False, True):
         for name in grads:
             torch.testing.assert_close(grads[name], expected[name], rtol=1e-4, atol=1e-6, msg=f"{wrapped}: {name}")
 print("gradients are the mean over two ranks", flush=True)
-torch.distributed.destroy_process_group()
 """
 
 
 def test_gradients_of_a_head_in_fsdp2_shards(tmp_path):
-    script = tmp_path / "fsdp2.py"
-    script.write_text(f"SIZE = {SIZE}" + FSDP2)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    command = [*launcher, "--rdzv_endpoint=localhost:0", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0 and run.stdout.count("gradients are the mean") == 2, run.stderr[-3000:]
+    assert run_on_two_ranks(f"SIZE = {SIZE}" + FSDP2, tmp_path).count("gradients are the mean") == 2
 
 
 REFUSED = {

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from ranks import run_on_two_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from grpo_lab import GRPOConfig, GRPOTrainer, Objective, receipt
@@ -266,8 +266,6 @@ def test_a_subclass_with_a_loss_of_its_own(tiny, tmp_path):
 
 
 TWO_RANKS = """
-import sys
-sys.path.insert(0, TESTS)
 from test_trainer import GRPOConfig, GRPOTrainer, logged, trained
 import trl, torch
 
@@ -291,12 +289,7 @@ print("two ranks agree", expected)
 
 
 def test_two_processes(tiny, tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(f"TESTS = {str(Path(__file__).parent)!r}" + TWO_RANKS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    command = [*launcher, "--rdzv_endpoint=localhost:0", str(script), str(tiny), str(tmp_path / "out")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0 and run.stdout.count("two ranks agree") == 2, run.stderr[-3000:]
+    assert run_on_two_ranks(TWO_RANKS, tmp_path, tiny, tmp_path / "out").count("two ranks agree") == 2
 
 
 SCRIPT = """

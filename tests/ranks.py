@@ -1,0 +1,23 @@
+"""A script of a test's own, run by two processes that talk through gloo."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+# A process that leaves its group to the interpreter's end is aborted now and then, while gloo's threads still
+# hold tensors (pytorch/pytorch#179291): two passing ranks would fail the test.
+END = """
+import torch.distributed
+torch.distributed.destroy_process_group()
+"""
+
+
+def run_on_two_ranks(source, folder, *arguments):
+    """Runs ``source``, from ``folder``, with tests/ importable; returns what both ranks wrote to stdout."""
+    script = Path(folder) / "two_ranks.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{source}{END}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    command = [*launcher, "--rdzv_endpoint=localhost:0", str(script), *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
