@@ -11,11 +11,11 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from heads import read_head
 from ranks import run_on_two_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from grpo_lab import GRPOConfig, GRPOTrainer, Objective, receipt
-from grpo_lab.head import read_head
 
 WORDS = ["<pad>", "<eos>", "<unk>"] + [f"w{i}" for i in range(40)]
 SIZE = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -478,25 +478,28 @@ def test_other_versions_of_trl_are_refused_by_name():
 
 
 def test_heads_that_cannot_be_read_are_named():
-    def model(head):
-        return SimpleNamespace(get_output_embeddings=lambda: head)
+    def read(head):
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+        model = SimpleNamespace(get_output_embeddings=lambda: head, config=config)
+        return read_head(model, torch.zeros(1, 1, 4))
 
     class Linear4bit(torch.nn.Linear):
         pass
 
     quantised = Linear4bit(4, 8)
     quantised.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match="quantised"):
-        read_head(model(quantised))
-    with pytest.raises(ValueError, match="torch.nn.modules.linear.Bilinear; supported: a plain or FSDP2 nn.Linear"):
-        read_head(model(torch.nn.Bilinear(4, 4, 8)))
+    with pytest.raises(ValueError, match="Linear4bit is a torch.nn.parameter.Parameter of shape .*, as of a quantised"):
+        read(quantised)
+    with pytest.raises(ValueError, match="torch.nn.modules.linear.Bilinear; supported: a plain nn.Linear"):
+        read(torch.nn.Bilinear(4, 4, 8))
     sharded = torch.nn.Linear(4, 8)
     sharded.weight = torch.nn.Parameter(torch.empty(0))
     sharded.weight.ds_id = 0
-    with pytest.raises(ValueError, match="ZeRO-3"):
-        read_head(model(sharded))
+    with pytest.raises(ValueError, match="sharded by DeepSpeed ZeRO-3"):
+        read(sharded)
+    assert "forward" not in vars(sharded), "the head's own forward is back"
     with pytest.raises(ValueError, match="no output embeddings"):
-        read_head(model(None))
+        read(None)
 
 
 def test_metrics_are_finite_or_missing(tiny, tmp_path):
