@@ -38,7 +38,7 @@ from grpo_lab import Objective, grpo_loss, token_logps
 from grpo_lab.head import score_in_forward
 
 FACTOR, ROUNDING, LIMIT, TIMEOUT = 2.0, 1e-5, 0.1, 120
-GPU = torch.cuda.device_count() >= 2
+GPU = "--cpu" not in sys.argv and torch.cuda.device_count() >= (1 if "--alone" in sys.argv else 2)
 SIZES = {
     "tiny": dict(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=8),
@@ -49,6 +49,7 @@ WRAPPERS = ("ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-parts", "hsdp", "zero2
 ADAPTATIONS = ("full", "tied", "lora", "lora-head", "saved-head", "qlora")
 OFFLOAD = ("fsdp2", "fsdp2-parts", "zero3") + (("fsdp1", "fsdp1-flat") if GPU else ())  # FSDP1's pins memory
 OPTIONS = ("no_sync", "checkpointing", "sequence", "bf16", "offload")
+TRAINED = ("full", "tied", "lora-head", "saved-head")
 REFUSED = {  # what is done to the model, and what the error says
     "ddp/dora-head": "DoraLinearVariant",
     "ddp/quantised-head": "bitsandbytes.nn.modules.Linear4bit",
@@ -67,6 +68,10 @@ def rows():
                 continue  # zero always accumulates its two micro-batches without a step between them
             for adaptation in ("full", "lora-head"):
                 yield f"{wrapper}/{adaptation}/{option}"
+    for wrapper in ("ddp", "fsdp2", "zero2", "zero3", *["fsdp1"] * GPU):  # accelerate's FSDP1 needs one
+        for adaptation in TRAINED:
+            yield f"trainer-{wrapper}/{adaptation}"
+        yield f"trainer-{wrapper}/full/bf16"
     yield from REFUSED
 
 
@@ -186,8 +191,6 @@ def references(impl, model, batches, row):
 
 class Alone:
     """One process, no wrapper; and what the wrapped ones have in common."""
-
-    batches_of = (0, 1)  # the ranks whose micro-batches it gets
 
     def __init__(self, row, model, base):
         self.row, self.model, self.inner, self.base = row, model, model, base
@@ -404,7 +407,7 @@ def three_steps(kind, impl, row, size, dtype=None):
     vocab, world = base.config.vocab_size, dist.get_world_size()
     wrapped = kind(row, model if dtype is None else model.to(dtype), base)
     before = wrapped.weights()
-    ranks = wrapped.batches_of if kind is Alone else [dist.get_rank()]
+    ranks = range(world) if kind is Alone else [dist.get_rank()]
     losses, grads, gathers = [], None, Gathers(vocab * base.config.hidden_size)
     for step in range(3):
         parts = [[micro_batch(step, part, r, vocab, device()) for r in range(world)] for part in range(2)]
@@ -476,29 +479,144 @@ def refuse(row, size):
     return {}, "not refused"
 
 
-def worker(chosen, size, results):
-    """Runs rows on this rank, and leaves a line of JSON for each in the file ``results``. Ends at the first failure:
-    the other ranks are then out of step with this one."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+# ---- the trainer ----------------------------------------------------------------------------------------------------
+
+
+def train(row, size, folder):
+    """A run of the real trainer: its logged metrics, and what became of the weights. Completions follow from the
+    prompts alone, so that one process gets the union of what two ranks get; those of some prompts are all cut off at
+    their maximal length, and masked out, so that at times one rank has nothing scored; those of others earn the same
+    reward, and are skipped."""
+    import accelerate
+    from accelerate.utils import DistributedType
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from grpo_lab import GRPOConfig, GRPOTrainer
+
+    wrapper, adaptation = row.split("/")[0].removeprefix("trainer-"), row.split("/")[1]
+    alone = "RANK" not in os.environ
+    adapted = adaptation in ("lora-head", "saved-head")
+    model, base = build(adaptation, size, torch.device("cpu"))
+    del base.forward  # the trainer gives it its own
+    words = {
+        w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>"] + [f"w{i}" for i in range(3, base.config.vocab_size)])
+    }
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+    class Scripted(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, images, fields, num_generations, *more):
+            completions = []
+            for i, prompt in enumerate(prompt_ids):
+                draw = torch.Generator().manual_seed(7 * sum(prompt) + i % num_generations)
+                length = 12 if sum(prompt) % 5 == 0 else 2 + i % num_generations
+                ids = torch.randint(3, len(words), (length,), generator=draw).tolist()
+                completions.append(ids if length == 12 else [*ids, 1])
+            return completions, None
+
+    def reward(prompts, completion_ids, **_):
+        return [0.0 if len(p) % 3 == 1 else float(sum(ids) % 5) for p, ids in zip(prompts, completion_ids)]
+
+    bf16 = "bf16" in row
+    options = dict(
+        output_dir=folder, per_device_train_batch_size=8 if alone else 4, num_generations=4, max_completion_length=12,
+        max_steps=3, gradient_accumulation_steps=2, num_iterations=2 if bf16 else 1, epsilon=1e-6 if bf16 else 0.2,
+        beta=0.1 if adapted else 0.0, mask_truncated_completions=True, skip_zero_advantage=True, optim="sgd",
+        learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no",
+        disable_tqdm=True, bf16=bf16, gradient_checkpointing="lora" not in row, seed=1, max_grad_norm=1e9,
+    )  # fmt: skip
+    if "fsdp" in wrapper and not alone:
+        options["fsdp"] = True
+        options["fsdp_config"] = dict(version=int(wrapper[4]), auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+                                      transformer_layer_cls_to_wrap=["Qwen3DecoderLayer"],
+                                      use_orig_params=True, state_dict_type="FULL_STATE_DICT",
+                                      sync_module_states=False)  # fmt: skip
+    elif "zero" in wrapper and not alone:
+        options["deepspeed"] = dict(
+            zero_optimization=dict(stage=int(wrapper[4]), stage3_param_persistence_threshold=0,
+                                   stage3_gather_16bit_weights_on_model_save=True),
+            bf16=dict(enabled="auto"), train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto",
+            gradient_clipping="auto", zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False,
+        )  # fmt: skip
+    cpu = device().type == "cpu"
+    args = GRPOConfig(use_cpu=cpu, **options)
+    if cpu and "fsdp" in options:  # which accelerate has for no CPU
+        accelerate.PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    prompts = [" ".join(f"w{3 + (i * k) % 200}" for k in range(1, 2 + i % 4)) for i in range(40)]
+    before = {name: whole(p) for name, p in model.named_parameters()}
+    trainer = Scripted(model, reward, args, train_dataset=Dataset.from_dict({"prompt": prompts}),
+                       processing_class=tokenizer)  # fmt: skip
+    trainer.train()
+    if not trainer.receipt["passed"]:
+        raise AssertionError(trainer.receipt)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    if bf16 and logged[0]["clip_ratio/region_mean"] != 0:
+        raise AssertionError("the first ratios are not 1: log-probs were rounded on their way")
+    metrics = {k: torch.tensor([entry[k] for entry in logged]).double() for k in ("loss", "grad_norm")}
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    moved = {n: whole(x) - before[n] for n, x in (state or {}).items() if n in before}
+    if "zero" in wrapper and bf16:
+        moved = {}  # what is gathered is rounded to bf16
+    return dict(loss=metrics, weights=moved)
+
+
+def alone_file(row, folder):
+    return Path(folder, row.split("/", 1)[1].replace("/", "-")).with_suffix(".pt")
+
+
+def train_alone(chosen, size, folder):
+    """In one process, what the chosen rows are compared with."""
+    for row in chosen:
+        if row.startswith("trainer-") and not alone_file(row, folder).exists():
+            torch.save(train(row, size, folder), alone_file(row, folder))
+
+
+def compare_trainers(row, size, folder):
+    """The row's figures, and what is wrong with them: its run against that of one process."""
+    ours = train(row, size, folder)
+    alone = torch.load(alone_file(row, folder))
+    figures, wrong = {}, []
+    allowed = LIMIT if "bf16" in row else 1e-3
+    for name, x in ours.items():
+        error = worst(x, alone[name])
+        figures[name] = (error, allowed, error)
+        if not error <= allowed:
+            wrong.append(f"{name}: {error:.1e} > {allowed:.1e}")
+    return figures, "; ".join(wrong) or "ok"
+
+
+def worker(chosen, size, folder):
+    """Runs rows on this rank, and leaves a line of JSON for each in ``folder``. Ends at the first failure: the other
+    ranks are then out of step with this one."""
     if GPU:
         torch.cuda.set_device(device())
     dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo", timeout=timedelta(seconds=TIMEOUT))
     for row in chosen:
-        start = time.perf_counter()
+        start, environment = time.perf_counter(), dict(os.environ)
         try:
-            figures, verdict = (refuse if row in REFUSED else compare)(row, size)
+            if row.startswith("trainer-"):
+                figures, verdict = compare_trainers(row, size, folder)
+            else:
+                figures, verdict = (refuse if row in REFUSED else compare)(row, size)
         except Exception:
             figures, verdict = {}, traceback.format_exc()
-        everyone = [None] * dist.get_world_size()
-        if "Traceback" not in verdict:
+        os.environ.clear()  # accelerate leaves its wrapper's name there
+        os.environ.update(environment)
+        failed = "Traceback" in verdict
+        everyone = [verdict] * dist.get_world_size()
+        if not failed:
             dist.all_gather_object(everyone, verdict)
+        if dist.get_rank() == 0 or failed:
             verdict = next((v for v in everyone if v != "ok"), "ok")
-        if dist.get_rank() == 0 or "Traceback" in verdict:
             line = dict(row=row, figures=figures, verdict=verdict, seconds=time.perf_counter() - start)
-            with open(results, "a") as file:
+            with Path(folder, "results").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if "Traceback" in verdict:
+        if failed:
             os._exit(1)
     dist.destroy_process_group()
 
@@ -513,23 +631,27 @@ def run(chosen, size, cpu):
     if cpu:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    left = list(chosen)
-    while left:
-        with tempfile.TemporaryDirectory() as folder:
-            results, log = Path(folder) / "results", Path(folder) / "log"
-            results.touch()
-            command = [
-                *launcher,
-                "--rdzv_endpoint=localhost:0",
-                __file__,
-                *left,
-                "--worker",
-                str(results),
-                "--size",
-                size,
-            ]
+    launcher += ["--rdzv_endpoint=localhost:0"]
+    with tempfile.TemporaryDirectory() as folder:
+        script = [__file__, "--size", size, "--folder", folder, *["--cpu"] * cpu]
+        if any(row.startswith("trainer-") for row in chosen):
+            one = {"CUDA_VISIBLE_DEVICES": "" if cpu else "0"}
+            one_process = subprocess.run(
+                [sys.executable, *script, "--alone", *chosen],
+                env=environment | one,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            if one_process.returncode != 0:
+                raise RuntimeError(one_process.stdout.decode())
+        results, log = Path(folder, "results"), Path(folder, "log")
+        left = list(chosen)
+        while left:
+            results.write_text("")
             with log.open("w") as file:
-                ranks = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+                ranks = subprocess.Popen(
+                    [*launcher, *script, *left], env=environment, stdout=file, stderr=file, start_new_session=True
+                )
             seen, last, running = 0, time.monotonic(), True
             while running:
                 running = ranks.poll() is None and time.monotonic() - last < TIMEOUT + 60
@@ -537,23 +659,21 @@ def run(chosen, size, cpu):
                 for line in results.read_text().splitlines()[seen:]:
                     result = json.loads(line)
                     seen, last = seen + 1, time.monotonic()
-                    if result["row"] in left:
+                    if result["row"] in left:  # or both ranks failed
                         left.remove(result["row"])
                         yield result
             if ranks.poll() is None:
                 os.killpg(ranks.pid, 9)
-            if ranks.wait() != 0 and left and not seen:  # not one line: it would end like this again
-                yield dict(
-                    row=left.pop(0), figures={}, verdict=f"crashed or hung: {log.read_text()[-2000:]}", seconds=0
-                )
+            if ranks.wait() != 0 and left and not seen:  # these processes ended in their first row
+                why = f"crashed or hung: {log.read_text()[-2000:]}"
+                yield dict(row=left.pop(0), figures={}, verdict=why, seconds=0.0)
 
 
 def table(result):
     f = result["figures"]
-    cells = [f"{result['row']:32}"]
-    cells += [" ".join(f"{x:.0e}" for x in f[name]) if name in f else "" for name in ("loss", "grads", "weights")]
-    cells += [f.get("gathers", ""), f"{result['seconds']:.1f} s", result["verdict"]]
-    return " | ".join(f"{cell:>17}" for cell in cells)
+    cells = [" ".join(f"{x:.0e}" for x in f[name]) if name in f else "" for name in ("loss", "grads", "weights")]
+    cells += [f.get("gathers", ""), f"{result['seconds']:.1f} s", result["verdict"].strip().splitlines()[-1]]
+    return " | ".join([f"{result['row']:36}", *(f"{cell:>17}" for cell in cells)])
 
 
 def main():
@@ -562,25 +682,29 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="gloo, whatever the machine has")
     parser.add_argument("--size", choices=SIZES, default="large" if GPU else "tiny")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        return worker(options.names, options.size, options.worker)
+    if options.folder:
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        return (train_alone if options.alone else worker)(options.names, options.size, options.folder)
     chosen = [row for row in rows() if not options.names or any(name in row for name in options.names)]
     if options.list:
         return print(*chosen, sep="\n")
-    absent = {}
-    for row in chosen:
-        needed = [package for part, package in NEEDS.items() if part in row and not find_spec(package)]
-        if needed:
-            absent[row] = needed
-    print(table(dict(row="row", figures={}, verdict="verdict", seconds=0)))
+    lacks = {
+        row: [package for part, package in NEEDS.items() if part in row and not find_spec(package)] for row in chosen
+    }
+    print(" | ".join([f"{'row':36}", *(f"{c:>17}" for c in ("loss", "gradients", "weights", "large gathers", "time"))]))
     failed = 0
-    for result in run([row for row in chosen if row not in absent], options.size, options.cpu):
+    for result in run([row for row in chosen if not lacks[row]], options.size, not GPU):
         failed += result["verdict"] != "ok"
         print(table(result), flush=True)
-    for row, needed in absent.items():
-        print(f"{row:32} | skipped: {', '.join(needed)} is not installed")
+        if result["verdict"].strip().count("\n"):
+            print(result["verdict"], file=sys.stderr, flush=True)
+    for row in chosen:
+        if lacks[row]:
+            print(f"{row:36} | skipped: {', '.join(lacks[row])} is not installed")
     sys.exit(failed > 0)
 
 
