@@ -193,8 +193,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             return scored  # not the model's output, which FSDP2 may have cast to bf16
 
         scores = super()._get_per_token_logps_and_entropies(scored_model, *inputs, **kwargs)
-        if isinstance(model, FSDPModule):  # or what PEFT disables and enables around this is the root's gathered copies
-            model.reshard()
+        for module in model.modules():  # PEFT must not enable the gathered copies of what it disabled in shards
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return scores
 
     def _compute_loss(self, model, inputs):

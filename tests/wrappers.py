@@ -94,7 +94,7 @@ def build(adaptation, size, device):
         )
         model = transformers.Qwen3ForCausalLM.from_pretrained(
             None, config=config, state_dict=model.state_dict(), quantization_config=quantisation,
-            dtype=torch.float32, device_map={"": device},
+            dtype=torch.float32,
         )  # fmt: skip
     if adaptation not in ("full", "tied", "checkpointed-head"):
         head = ["lm_head"] if adaptation in ("lora-head", "dora-head") else []
@@ -181,8 +181,9 @@ def references(impl, model, batches, row):
     tuner = next(m for m in model.modules() if hasattr(m, "disable_adapter"))
     with tuner.disable_adapter(), torch.no_grad():
         logps = [score(impl, model, batch, row) for batch in batches]
-        if hasattr(model, "reshard"):  # as the trainer does
-            model.reshard()
+        for module in model.modules():  # as the trainer does
+            if hasattr(module, "reshard"):
+                module.reshard()
     return logps
 
 
@@ -318,7 +319,9 @@ class FSDP2(Alone):
         self.optimise()
         with torch.no_grad():  # the first forward decides on dtypes, by what trains then: not with a disabled adapter
             self.model(torch.ones(1, 1, dtype=torch.long, device=device()))
-        self.model.reshard()
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
     def sync(self, wanted):
         self.model.set_requires_gradient_sync(wanted)
