@@ -171,6 +171,7 @@ def test_bf16_autocast_and_fp32_head(tiny, tmp_path):
         dtypes = {check["case"]: check["dtype"] for check in t.receipt["checks"]}
         first = "float32" if "cast_lm_head_to_fp32" in options else "bfloat16"
         assert dtypes == {"on-policy": first, "off-policy": "float32"}
+        assert ("forward" in vars(t.model.lm_head)) == (first == "float32"), "TRL's forward of an fp32 head is back"
 
 
 ROUNDING = {  # options under which bf16 rounding decides what is clipped, masked or weighted

@@ -1,7 +1,7 @@
 """The loss under every wrapper, with every way of fine-tuning: two ranks against one rank on the union of their data.
 
     python tests/wrappers.py                    all rows, on two GPUs through NCCL, or without two on the CPU with gloo
-    python tests/wrappers.py zero3 fsdp2/lora   the rows whose names contain one of these
+    python tests/wrappers.py zero3 fsdp2/lora   the rows whose names are, or contain, one of these
     python tests/wrappers.py --list             their names
 
 A row is wrapper/adaptation/options. Its ranks hold different numbers of sequences and tokens, and in one micro-batch
@@ -45,11 +45,9 @@ SIZES = {
     "large": dict(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
                   num_key_value_heads=4, head_dim=32),
 }  # fmt: skip
+LENGTH = {"tiny": 1, "large": 16}  # of sequences
 WRAPPERS = ("ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-parts", "hsdp", "zero2", "zero3")
 ADAPTATIONS = ("full", "tied", "lora", "lora-head", "saved-head", "qlora")
-OFFLOAD = ("fsdp2", "fsdp2-parts", "zero3") + (("fsdp1", "fsdp1-flat") if GPU else ())  # FSDP1's pins memory
-OPTIONS = ("no_sync", "checkpointing", "sequence", "bf16", "offload")
-TRAINED = ("full", "tied", "lora-head", "saved-head")
 REFUSED = {  # what is done to the model, and what the error says
     "ddp/dora-head": "DoraLinearVariant",
     "ddp/quantised-head": "bitsandbytes.nn.modules.Linear4bit",
@@ -63,16 +61,21 @@ def rows():
     for wrapper in WRAPPERS:
         for adaptation in ADAPTATIONS:
             yield f"{wrapper}/{adaptation}"
-        for option in OPTIONS:
-            if option == "offload" and wrapper not in OFFLOAD or option == "no_sync" and "zero" in wrapper:
-                continue  # zero always accumulates its two micro-batches without a step between them
+        options = ["checkpointing", "sequence", "bf16"]
+        if "zero" not in wrapper:  # which has no step between its two micro-batches
+            options.append("no_sync")
+        if wrapper.startswith("fsdp2") or wrapper == "zero3":
+            options.append("offload")
+        if wrapper.startswith("fsdp1") and GPU:  # FSDP1 pins what it offloads, and accumulates it without sync alone
+            options.append("offload,no_sync")
+        for option in options:
             for adaptation in ("full", "lora-head"):
                 yield f"{wrapper}/{adaptation}/{option}"
-    for wrapper in ("ddp", "fsdp2", "zero2", "zero3", *["fsdp1"] * GPU):  # accelerate's FSDP1 needs one
-        for adaptation in TRAINED:
+    yield from REFUSED
+    for wrapper in ("ddp", "fsdp2", *["fsdp1"] * GPU, "zero2", "zero3"):  # accelerate's FSDP1 needs a GPU
+        for adaptation in ("full", "tied", "lora-head", "saved-head"):
             yield f"trainer-{wrapper}/{adaptation}"
         yield f"trainer-{wrapper}/full/bf16"
-    yield from REFUSED
 
 
 # ---- the model and its data -----------------------------------------------------------------------------------------
@@ -108,10 +111,10 @@ def build(adaptation, size, device):
     return model, base
 
 
-def micro_batch(step, part, rank, vocab, device):
+def micro_batch(step, part, rank, size, device):
     """Ids ``(B, P + T)``, attention and completion masks, advantages, old log-probs: other shapes on every rank."""
     generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
-    B, P, T = 2 + rank, 3, 6 + 5 * rank + step
+    B, P, T, vocab = 2 + rank, 3, (6 + 5 * rank + step) * LENGTH[size], SIZES[size]["vocab_size"]
     ids = torch.randint(3, vocab, (B, P + T), generator=generator)
     lengths = torch.randint(1, T + 1, (B, 1), generator=generator)
     mask = (torch.arange(T) < lengths).long()
@@ -395,7 +398,7 @@ class Gathers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if "allgather" in func.__name__.replace("_", ""):
+        if func.namespace in ("c10d", "_c10d_functional") and "allgather" in func.__name__.replace("_", ""):
             leaves = [torch.utils._pytree.tree_leaves(x) for x in (args[0], out)]
             numel = max(sum(x.numel() for x in part if isinstance(x, torch.Tensor)) for part in leaves)
             self.elements += numel
@@ -407,13 +410,13 @@ def three_steps(kind, impl, row, size, dtype=None):
     """Losses, gradients of the first step and what became of the weights, by name; and the first gathers."""
     adaptation = row.split("/")[1]
     model, base = build(adaptation, size, device())
-    vocab, world = base.config.vocab_size, dist.get_world_size()
+    world = dist.get_world_size()
     wrapped = kind(row, model if dtype is None else model.to(dtype), base)
     before = wrapped.weights()
     ranks = range(world) if kind is Alone else [dist.get_rank()]
-    losses, grads, gathers = [], None, Gathers(vocab * base.config.hidden_size)
+    losses, grads, gathers = [], None, Gathers(SIZES[size]["vocab_size"] * SIZES[size]["hidden_size"])
     for step in range(3):
-        parts = [[micro_batch(step, part, r, vocab, device()) for r in range(world)] for part in range(2)]
+        parts = [[micro_batch(step, part, r, size, device()) for r in range(world)] for part in range(2)]
         num_items = sum(batch[2].sum() for part in parts for batch in part) / (1 if kind is Alone else world)
         mine = [(part, batches[r]) for part, batches in enumerate(parts) for r in ranks]
         with wrapped.precision():
@@ -446,9 +449,8 @@ def worst(x, expected):
 def compare(row, size):
     """The row's figures, and what is wrong with them."""
     kind = KINDS[row.split("/")[0].split("-")[0]]
-    plain = row.replace("/bf16", "").replace("/offload", "")
-    truth, _ = three_steps(Alone, "textbook", plain, size, None if "qlora" in row else torch.float64)
-    alone, _ = three_steps(Alone, "chunked", plain, size)
+    truth, _ = three_steps(Alone, "textbook", row, size, None if "qlora" in row else torch.float64)
+    alone, _ = three_steps(Alone, "chunked", row, size)
     own, own_gathers = three_steps(kind, "textbook", row, size)
     ours, gathers = three_steps(kind, "chunked", row, size)
     figures, wrong = {}, []
@@ -474,7 +476,7 @@ def refuse(row, size):
         base.lm_head = checkpoint_wrapper(base.lm_head)
     wrapped = KINDS[wrapper.split("-")[0]](row, model, base)
     try:
-        score("chunked", wrapped.model, micro_batch(0, 0, 0, 9, device()), row)
+        score("chunked", wrapped.model, micro_batch(0, 0, 0, size, device()), row)
     except ValueError as error:
         if REFUSED[row] in str(error):
             return {}, "ok"
@@ -524,10 +526,12 @@ def train(row, size, folder):
     def reward(prompts, completion_ids, **_):
         return [0.0 if len(p) % 3 == 1 else float(sum(ids) % 5) for p, ids in zip(prompts, completion_ids)]
 
-    bf16 = "bf16" in row
+    bf16, cpu = "bf16" in row, device().type == "cpu"
+    # Bitwise the same log-probs, clipped at once where they are not; on a GPU, other lengths are rounded otherwise
+    epsilon = 1e-6 if bf16 and cpu else 0.2
     options = dict(
         output_dir=folder, per_device_train_batch_size=8 if alone else 4, num_generations=4, max_completion_length=12,
-        max_steps=3, gradient_accumulation_steps=2, num_iterations=2 if bf16 else 1, epsilon=1e-6 if bf16 else 0.2,
+        max_steps=3, gradient_accumulation_steps=2, num_iterations=2 if bf16 else 1, epsilon=epsilon,
         beta=0.1 if adapted else 0.0, mask_truncated_completions=True, skip_zero_advantage=True, optim="sgd",
         learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no",
         disable_tqdm=True, bf16=bf16, gradient_checkpointing="lora" not in row, seed=1, max_grad_norm=1e9,
@@ -536,7 +540,7 @@ def train(row, size, folder):
         options["fsdp"] = True
         options["fsdp_config"] = dict(version=int(wrapper[4]), auto_wrap_policy="TRANSFORMER_BASED_WRAP",
                                       transformer_layer_cls_to_wrap=["Qwen3DecoderLayer"],
-                                      use_orig_params=True, state_dict_type="FULL_STATE_DICT",
+                                      state_dict_type="FULL_STATE_DICT", cpu_ram_efficient_loading=False,
                                       sync_module_states=False)  # fmt: skip
     elif "zero" in wrapper and not alone:
         options["deepspeed"] = dict(
@@ -545,7 +549,6 @@ def train(row, size, folder):
             bf16=dict(enabled="auto"), train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto",
             gradient_clipping="auto", zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False,
         )  # fmt: skip
-    cpu = device().type == "cpu"
     args = GRPOConfig(use_cpu=cpu, **options)
     if cpu and "fsdp" in options:  # which accelerate has for no CPU
         accelerate.PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -558,7 +561,7 @@ def train(row, size, folder):
         raise AssertionError(trainer.receipt)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    if bf16 and logged[0]["clip_ratio/region_mean"] != 0:
+    if logged[0]["clip_ratio/region_mean"] != 0:
         raise AssertionError("the first ratios are not 1: log-probs were rounded on their way")
     metrics = {k: torch.tensor([entry[k] for entry in logged]).double() for k in ("loss", "grad_norm")}
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -692,7 +695,9 @@ def main():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
         return (train_alone if options.alone else worker)(options.names, options.size, options.folder)
-    chosen = [row for row in rows() if not options.names or any(name in row for name in options.names)]
+    known = list(rows())
+    wanted = [row for row in known if any(name == row or name not in known and name in row for name in options.names)]
+    chosen = wanted if options.names else known
     if options.list:
         return print(*chosen, sep="\n")
     lacks = {
