@@ -177,7 +177,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
             def score(hidden, head):
                 part = slice(None), slice(-logits_to_keep - 1, -1)
-                hidden, head = hidden[part], head.at(*part)
+                hidden, head = self._head_states(hidden[part], head), head.at(*part)
                 with self._head_precision(hidden):
                     scored.log_probs, scored.entropy = token_logps(
                         hidden,
@@ -245,6 +245,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if impl == "naive":
             part = slice(None), slice(left, -1)
             hidden, head, left, right = hidden[part], head.at(*part), 0, 0
+        hidden = self._head_states(hidden, head)
 
         def spread(x):
             return x if x is None or x.shape[1:] != (T,) else F.pad(x, (left, right))
@@ -286,6 +287,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _head_precision(self, hidden):
         """An fp32 head (``cast_lm_head_to_fp32``) must not be cast back by autocast."""
         return torch.autocast(hidden.device.type, enabled=False) if self.args.cast_lm_head_to_fp32 else nullcontext()
+
+    def _head_states(self, hidden, head):
+        """States that make an fp32 head's logits fp32, also where a wrapper's mixed precision has cast its weight."""
+        narrow = self.args.cast_lm_head_to_fp32 and head.weight.dtype.itemsize < 4
+        return hidden.float() if narrow else hidden
 
     def _gather_entropies(self, entropy):
         padded = self.accelerator.pad_across_processes(entropy, dim=0, pad_index=-1.0)  # an entropy is never negative

@@ -16,7 +16,6 @@ import transformers
 import trl
 from heads import read_head, relative
 from peft import LoraConfig, get_peft_model
-from ranks import run_on_two_ranks
 from test_trainer import SIZE, assert_same_training, logged, tiny, trained, trainer  # noqa: F401
 from trl.trainer import grpo_trainer
 
@@ -273,64 +272,6 @@ def test_the_receipt_cuts_the_adapter_s_states_as_it_cuts_the_hidden_states(tiny
     expected = hidden @ layer.lora_A["default"].weight.T * layer.scaling["default"]
     assert t.receipt["passed"] and t.receipt["sequences"] == len(hidden) == 1
     torch.testing.assert_close(head.lora_states, expected, rtol=1e-5, atol=1e-6)
-
-
-FSDP2 = """
-import torch
-from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from grpo_lab import grpo_loss
-from grpo_lab.head import score_in_forward
-
-torch.distributed.init_process_group("gloo")
-rank, mesh = torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
-
-
-def build(adapted):
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZE, tie_word_embeddings=False))
-    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    model = get_peft_model(model, lora) if adapted else model
-    base = model.get_base_model() if adapted else model
-    score_in_forward(base)
-    return model, base
-
-
-def backward(model, rank):
-    generator = torch.Generator().manual_seed(rank)
-    ids, advantages = torch.randint(3, 40, (2, 7), generator=generator), torch.randn(2, generator=generator)
-
-    def score(hidden, head):
-        head, labels = head.at(slice(None), slice(0, -1)), ids[:, 1:]
-        mask = torch.ones_like(labels)
-        return dict(loss=grpo_loss(hidden[:, :-1], head.weight, labels, mask, advantages, lora=head.lora)[0])
-
-    model(input_ids=ids, score=score).loss.backward()
-
-
-for adapted in (False, True):
-    alone, _ = build(adapted)
-    backward(alone, 0), backward(alone, 1)
-    expected = {name: p.grad / 2 for name, p in alone.named_parameters() if p.grad is not None}
-    for wrapped in ("layers", "layers and head"):
-        model, base = build(adapted)
-        for module in [*base.model.layers] + [base.lm_head] * (wrapped != "layers"):
-            fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        backward(model, rank)
-        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-        assert set(grads) == set(expected) and any("lm_head" in name for name in grads)
-        for name in grads:
-            torch.testing.assert_close(grads[name], expected[name], rtol=1e-4, atol=1e-6, msg=f"{wrapped}: {name}")
-print("gradients are the mean over two ranks", flush=True)
-"""
-
-
-def test_gradients_of_a_head_in_fsdp2_shards(tmp_path):
-    assert run_on_two_ranks(f"SIZE = {SIZE}" + FSDP2, tmp_path).count("gradients are the mean") == 2
 
 
 REFUSED = {

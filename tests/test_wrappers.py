@@ -12,7 +12,7 @@ fsdp1/full/no_sync       fsdp1/lora-head/sequence     fsdp1/saved-head        fs
 fsdp1-flat/full          fsdp1-flat/lora-head         fsdp1-flat/saved-head   fsdp1-flat/full/bf16
 fsdp2/tied               fsdp2/lora-head/no_sync      fsdp2/saved-head        fsdp2/full/offload      fsdp2/qlora
 fsdp2-parts/tied         fsdp2-parts/lora-head/bf16   fsdp2-parts/saved-head  fsdp2-parts/full/sequence
-fsdp2-parts/lora         fsdp2-parts/lora-head/checkpointing                  hsdp/full               hsdp/lora-head
+fsdp2-parts/lora         fsdp2-parts/lora-head/checkpointing                  hsdp/saved-head         hsdp/lora-head
 zero2/full               zero2/lora-head              zero3/full/sequence     zero3/tied              zero3/qlora
 zero3/lora-head          zero3/saved-head             zero3/full/bf16         zero3/lora-head/offload
 ddp/dora-head            ddp/quantised-head           tensor-parallel/full    fsdp2/checkpointed-head

@@ -298,7 +298,7 @@ class FSDP1(DDP):
 
 class FSDP2(Alone):
     """Layers are groups of their own, the head belongs to the root's. Parts: so is the head, with norm and embedding
-    where it is tied, or each part of it where it has an adapter. HSDP: over a mesh that replicates every shard."""
+    where it is tied, or each part of it where it has an adapter. HSDP: over a mesh that replicates every shard, head and adapter alone."""
 
     def wrap(self):
         from torch.distributed.device_mesh import init_device_mesh
@@ -315,6 +315,8 @@ class FSDP2(Alone):
             fully_shard(layer, **options)
         if "parts" in self.row and "tied" in self.row:
             fully_shard([self.base.model.embed_tokens, self.base.model.norm, head], **options)
+        elif "hsdp" in self.row and "tied" not in self.row:
+            fully_shard(head, **options)
         elif "parts" in self.row:
             for part in [m for m in head.modules() if isinstance(m, torch.nn.Linear)] or [head]:
                 fully_shard(part, **options)
