@@ -298,7 +298,8 @@ class FSDP1(DDP):
 
 class FSDP2(Alone):
     """Layers are groups of their own, the head belongs to the root's. Parts: so is the head, with norm and embedding
-    where it is tied, or each part of it where it has an adapter. HSDP: over a mesh that replicates every shard, head and adapter alone."""
+    where it is tied, or each part of it where it has an adapter. HSDP: so is the head and its adapter together, over a
+    mesh that replicates every shard."""
 
     def wrap(self):
         from torch.distributed.device_mesh import init_device_mesh
