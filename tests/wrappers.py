@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_lab import Objective, grpo_loss, token_logps
 from grpo_lab.head import score_in_forward
 
-FACTOR, ROUNDING, LIMIT, TIMEOUT = 2.0, 1e-5, 0.1, 120
+FACTOR, ROUNDING, LIMIT, TIMEOUT = 2.0, 1e-5, 0.2, 120
 GPU = "--cpu" not in sys.argv and torch.cuda.device_count() >= (1 if "--alone" in sys.argv else 2)
 SIZES = {
     "tiny": dict(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
