@@ -398,6 +398,14 @@ def test_states_that_are_slices_of_longer_sequences_are_not_copied(seed):
     assert rows.data_ptr() == longer[:, 5:].data_ptr() and torch.equal(rows[index].view(4, 12, 16), longer[:, 5:17])
 
 
+def test_the_naive_head_plans_nothing(seed):
+    x = random_inputs()
+    expected, got = (loss_and_grads(x, impl="naive", **more) for more in ({}, dict(chunk_tokens=4, memory_budget=1)))
+    assert torch.equal(expected[0], got[0]) and torch.equal(expected[1]["hidden"], got[1]["hidden"])
+    with pytest.raises(ValueError, match="memory_budget=1 bytes"):
+        loss_and_grads(x, memory_budget=1)
+
+
 @pytest.mark.parametrize("plan", [Plan(16, True), Plan(16, False, 16)])
 def test_a_transposed_head_in_bf16(plan, seed, monkeypatch):
     x = random_inputs(dtype=torch.bfloat16)
