@@ -19,7 +19,7 @@ from transformers.utils import logging
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanmax, nanmin
 
-from grpo_lab import receipt
+from grpo_lab import preflight, receipt
 from grpo_lab.head import active_adapters, is_adapted, score_in_forward
 from grpo_lab.loss import grpo_loss, token_logps
 from grpo_lab.objective import Objective
@@ -99,7 +99,17 @@ class GRPOConfig(trl.GRPOConfig):
             os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else it is cpu:0, where torch.load cannot resume
             if self.bf16 is None and not self.fp16:
                 self.bf16 = False  # TRL would ask for bf16, which transformers refuses where there is no GPU
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "divisible by num_generations" not in str(error):
+                raise
+            raise ValueError(
+                f"num_generations={self.num_generations}: the batch that is generated at once is no multiple of it: "
+                f"{self.generation_batch_size} completions = per_device_train_batch_size "
+                f"{self.per_device_train_batch_size} x {self.world_size} processes x steps_per_generation "
+                f"{self.steps_per_generation}"
+            ) from None
         if self.loss_impl not in LOSS_IMPLS:
             raise ValueError(f"loss_impl={self.loss_impl!r}: expected one of {', '.join(LOSS_IMPLS)}")
         if self.use_liger_loss is not None:
@@ -156,6 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 if args.loss_impl != "trl" and is_adapted(m.get_output_embeddings()):
                     _check_adapted_head(m, args.use_vllm)
                 score_in_forward(m)
+        preflight.check(self)
 
     @property
     def objective(self) -> Objective:
