@@ -100,6 +100,8 @@ def explain_failure(error, folder="."):
                 "Start the vLLM server (`trl vllm-serve --model ...`), check vllm_server_host and vllm_server_port, "
                 "and see its log for why it ended. " + RESUME
             )
+        if name == "LaunchError":
+            return "rank died", "See its last lines in the error; once that is repaired: " + RESUME
     return "error", "See the traceback in the executed notebook; once it is repaired: " + RESUME
 
 
