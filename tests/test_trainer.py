@@ -341,7 +341,8 @@ def test_receipt_of_a_right_loss(tiny, tmp_path):
 def test_a_first_batch_without_advantages_is_no_mismatch(tiny, tmp_path):
     """The gradient of the KL to itself is rounding errors in one implementation and 0 in another."""
     t = trained(tiny, tmp_path, steps=1, beta=0.05, reward=lambda completions, **_: [1.0] * len(completions))
-    assert t.receipt["passed"] and {check["case"] for check in t.receipt["checks"]} == {"off-policy"}
+    assert t.receipt["passed"] and {check["case"] for check in t.receipt["checks"]} == {"on-policy", "off-policy"}
+    assert all(check["errors"]["d_hidden"] > 0 for check in t.receipt["checks"]), "other advantages stand in for 0"
 
 
 def wrong(field):
