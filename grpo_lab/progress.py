@@ -1,0 +1,78 @@
+"""Who has passed which exercise: a JSON line for each try in a file beside the notebook, and the table of a class.
+
+``python -m grpo_lab progress FOLDER...`` prints the table from the files that a teacher has collected. Nothing leaves
+the computer.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from grpo_lab.exercises import exercises_of, solved_notebooks
+
+
+def note(path, check, passed, message):
+    """Append one try to the student's file."""
+    row = {"check": check, "passed": passed, "message": message, "time": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read(path):
+    """The tries in a student's file, in order; lines that are none (a half-written last one) are left out."""
+    tries = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            tries.append({name: row[name] for name in ("check", "passed", "message", "time")})
+        except (ValueError, KeyError, TypeError):
+            continue
+    return tries
+
+
+def collected(paths):
+    """Student's name to tries: ``anna.jsonl`` is anna's, and so is ``anna/**/progress.jsonl``."""
+    students = {}
+    for given in map(Path, paths):
+        files = sorted(given.rglob("*.jsonl")) if given.is_dir() else [given]
+        if not given.exists() or not files:
+            raise ValueError(
+                f"{given}: no such file or folder" if not given.exists() else f"{given}: holds no .jsonl file"
+            )
+        for file in files:
+            parts = file.relative_to(given).parts if given.is_dir() and len(files) > 1 else file.resolve().parts[-2:]
+            name = "/".join(
+                part for part in (*parts[:-1], file.stem) if part not in ("progress", "exercises", "notebooks")
+            )
+            students.setdefault(name or given.resolve().name, []).extend(read(file))
+    return students
+
+
+def table(students):
+    """The class as text: a row for each student, a column for each exercise, then how each exercise went."""
+    columns = {}  # check -> "02.1"
+    for path in solved_notebooks():
+        columns |= {e["check"]: f"{path.stem[:2]}.{e['number']}" for e in exercises_of(path)}
+    width = max(map(len, ("student", *students)))
+    lines = [f"{'student':{width}}  " + " ".join(f"{c:>4}" for c in columns.values()) + "  passed  last try"]
+    stuck = {check: [] for check in columns}
+    passes = dict.fromkeys(columns, 0)
+    for student, tries in sorted(students.items()):
+        cells = []
+        for check in columns:
+            mine = [row for row in tries if row["check"] == check]
+            until = next((i for i, row in enumerate(mine, 1) if row["passed"]), None)
+            passes[check] += until is not None
+            if mine and until is None:
+                stuck[check].append(mine[-1]["message"])
+            cells.append(str(until) if until else f"({len(mine)})" if mine else ".")
+        done = sum(cell.isdigit() for cell in cells)
+        last = max((row["time"] for row in tries), default="").replace("T", " ")
+        lines.append(
+            f"{student:{width}}  " + " ".join(f"{c:>4}" for c in cells) + f"  {done:>3}/{len(columns)}  {last}"
+        )
+    lines += ["", "3: passed at the third try; (3): three tries, not passed yet; .: not tried", ""]
+    for check, column in columns.items():
+        lines.append(f"{column} {check}: {passes[check]} of {len(students)} passed")
+        lines += [f"     stuck at: {message}" for message in dict.fromkeys(stuck[check])]
+    return "\n".join(lines)
