@@ -7,7 +7,7 @@ many get wrong it knows by name. ``record(path)`` notes the tries in a file (``p
 
 import torch
 
-from grpo_lab.checks_kernels import logits_grad_, online_logsumexp, row_max, row_stats, stats_and_grad_  # noqa: F401
+from grpo_lab.checks_kernels import logits_grad_, logps_and_grad_, online_logsumexp, row_max, row_stats  # noqa: F401
 from grpo_lab.grading import Inputs, check, compare, fail, generator, record  # noqa: F401
 from grpo_lab.memory import Watch
 
@@ -34,7 +34,7 @@ def _logps(name, x, got, chunk=None):
         shapes.append(((min(chunk, N),), "That is one chunk: collect all of them."))
         last = N - (N - 1) // chunk * chunk
         shapes.append(((last,), "That is the last chunk alone: collect all of them."))
-    compare(name, got, x.logps, x.token, mistakes, shapes)
+    compare(name, got, x.logps, x.token, mistakes, shapes, scale=x.size)
 
 
 def _gradients(name, x, d_hidden, d_weight, factor=1.0, chunk=None):
@@ -50,14 +50,15 @@ def _gradients(name, x, d_hidden, d_weight, factor=1.0, chunk=None):
         (-wanted, signs),
         (x.d_hidden, f"The backward pass leaves out the incoming gradient, here {factor:g}."),
         (factor * x.d_logits.div(x.c.double()[:, None]) @ x.weight.double(), "The coefficients c are left out."),
-    ])  # fmt: skip
+    ], scale=x.size * x.weight.abs().max())  # fmt: skip
     wanted = factor * x.d_weight
     mistakes = [(-wanted, signs), (x.d_weight, f"The backward pass leaves out the incoming gradient, here {factor:g}.")]
     if chunk is not None:
         last = slice((len(x.hidden) - 1) // chunk * chunk, None)
         mistakes.append((factor * x.d_logits[last].T @ x.hidden[last].double(),
                          "That is the last chunk's share alone: dW is a sum over all chunks."))  # fmt: skip
-    compare(f"{name} d_weight", d_weight, wanted, lambda v, h: f"vocabulary entry {v}", mistakes)
+    compare(f"{name} d_weight", d_weight, wanted, lambda v, h: f"vocabulary entry {v}", mistakes,
+            scale=x.size * x.hidden.abs().max())  # fmt: skip
 
 
 def _rows(name, watch, x, chunk):
@@ -65,24 +66,6 @@ def _rows(name, watch, x, chunk):
     if rows > max(chunk, x.weight.shape[1]):
         fail(f"{name}: right so far, but a table of {rows} rows x {len(x.weight)} was made for {len(x.ids)} tokens; "
              f"a chunk has {chunk} rows, and no table may have more.")  # fmt: skip
-
-
-@check
-def logits_bytes(function):
-    """01: bytes of one copy of the logits, (B, T, V, dtype)."""
-    rng = generator()
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        B, T, V = torch.randint(2, 1000, (3,), generator=rng).tolist()
-        exact = B * T * V * dtype.itemsize
-        mistakes = [
-            (torch.tensor(float(B * T * V)), "That is how many numbers there are, not how many bytes they take."),
-            (torch.tensor(8.0 * exact), "That is bits: a byte has 8 of them."),
-            (torch.tensor(4.0 * B * T * V), "Not every number takes 4 bytes: the dtype knows."),
-        ]
-        where = f"{B} answers of {T} tokens, vocabulary {V}, {dtype}"
-        got = function(B, T, V, dtype)
-        got = got if got is None else torch.tensor(float(got))
-        compare("bytes", got, torch.tensor(exact).double(), lambda where=where: where, mistakes)
 
 
 @check
@@ -154,7 +137,7 @@ def logits_grad(function):
             (x.d_logits - onehot, "The onehot is missing: the sampled token's entry gets + c."),
             (x.d_logits - onehot + onehot / c, "The onehot is not multiplied by c."),
             (x.log_p.exp(), "That is the softmax."),
-        ])  # fmt: skip
+        ], scale=x.size)  # fmt: skip
         if got.data_ptr() != table.data_ptr():
             fail("gradient: right, but in a second table of the same size. Write it over the logits: torch's functions "
                  "that end in _ do.")  # fmt: skip
@@ -175,7 +158,7 @@ def GradientsInForward(function):  # noqa: N802  named like the class
             (x.logps.sum(), "The coefficients c are left out."),
             (exact / tokens, "c holds the division by the number of tokens already: do not take the mean."),
             ((x.c.double() * x.logps)[last].sum(), "That is the last chunk's share alone: add up all chunks."),
-        ])  # fmt: skip
+        ], scale=tokens * x.size)  # fmt: skip
         with Watch() as backward:
             (factor * loss).backward()
         _gradients(name, x, hidden.grad, weight.grad, factor, chunk)

@@ -7,6 +7,7 @@ import torch
 
 from grpo_lab import progress
 
+NO_BF16 = "Triton's interpreter has no bf16 arithmetic: write .to(tl.float32) right after each tl.load of logits."
 _record = {"path": None}
 
 
@@ -33,7 +34,7 @@ def check(fn):
         except NotImplementedError as error:
             failure = CheckFailed(f"{name} is not filled in: {error}")
         except Exception as error:
-            failure = error
+            failure = CheckFailed(f"{name}: {NO_BF16}") if "get_bf16" in str(error) else error
         if failure is None and said is not None:
             print(f"{name}: not checked here. {said}")
             return
@@ -73,6 +74,7 @@ class Inputs:
         self.c[::2] *= -1
         self.logits = self.hidden.double() @ self.weight.double().T
         self.log_p = self.logits.log_softmax(-1)
+        self.size = self.logits.abs().max()  # in fp32 a logit's last bit is 1e-7 of it, and so are errors of log-probs
         self.row = torch.arange(tokens)
         self.logps = self.log_p[self.row, self.ids]
         self.d_logits = -self.c.double()[:, None] * self.log_p.exp()
@@ -91,17 +93,16 @@ class Inputs:
         return f"row {t}, {kind}, c = {self.c[t]:.3g}"
 
 
-def close(got, expected, tolerance):
-    scale = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else expected.new_ones(())
+def close(got, expected, tolerance, scale):
     return (got.double() - expected).abs() <= tolerance * (expected.abs() + scale)
 
 
-def compare(name, got, expected, where=None, mistakes=(), shapes=(), tolerance=1e-5):
+def compare(name, got, expected, where=None, mistakes=(), shapes=(), tolerance=1e-5, scale=1.0):
     """Fails naming the first element of ``got`` that is not ``expected`` (float64).
 
     where: function of an index to words about that place. mistakes: ``(result, explanation)`` of what students write;
     where one gives just what was got, the message explains. shapes: the same for a result's shape. tolerance: share of
-    the element and of the largest one.
+    the element and of scale, the size of the numbers that it was computed from.
     """
     if got is None:
         fail(f"{name}: got None; does the function end with `return`?")
@@ -113,7 +114,7 @@ def compare(name, got, expected, where=None, mistakes=(), shapes=(), tolerance=1
     if got.shape != expected.shape:
         hints = [text for shape, text in shapes if got.shape == shape]
         fail(f"{name}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}. {' '.join(hints[:1])}".rstrip())
-    right = close(got, expected, tolerance)
+    right = close(got, expected, tolerance, scale)
     if right.all():
         return
     index = tuple((~right).nonzero()[0].tolist())
@@ -121,7 +122,7 @@ def compare(name, got, expected, where=None, mistakes=(), shapes=(), tolerance=1
     message = f"{name}{place}: got {got[index]:.5g}, expected {expected[index]:.5g}"
     message += f" ({where(*index)})." if where else "."
     for other, explanation in mistakes:
-        if other.shape == got.shape and close(got, other.double(), 1e-4).all():
+        if other.shape == got.shape and close(got, other.double(), 10 * tolerance, scale).all():
             fail(f"{message} {explanation}")
     if not got[index].isfinite():
         message += " A number that is not finite: exp of more than 88 overflows fp32; subtract the row's peak first."

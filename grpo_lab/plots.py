@@ -261,13 +261,12 @@ def heads_figure(rows, title="Loss heads side by side", longest_ms=None):
 def timelines_figure(timelines, title="Bytes of tensors alive, operation by operation"):
     """How memory rises and falls during a pass. timelines: name to bytes after each operation (``memory.Watch``);
     each is stretched to the same width, so that passes of few and of many operations can be compared."""
-    figure, ax = axes(title, "operations done", "tensors alive")
-    styles = itertools.cycle(("-", "--", "-.", ":"))
-    for (name, line), colour, style in zip(timelines.items(), itertools.cycle((RED, ORANGE, GREEN, BLUE)), styles):
-        share = [i / max(1, len(line) - 1) for i in range(len(line))]
-        ax.plot(share, line, style, color=colour, linewidth=1.6, label=name, drawstyle="steps-post")
+    figure, ax = axes(title, "operations done", "tensors alive, MiB")
+    for (name, line), colour in zip(timelines.items(), itertools.cycle((RED, ORANGE, GREEN, BLUE))):
+        share = [round(i / max(1, len(line) - 1), 4) for i in range(len(line))]
+        alive = [round(size / 2**20, 2) for size in line]
+        ax.plot(share, alive, color=colour, linewidth=1.6, label=name, drawstyle="steps-post")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_bytes(y)))
     ax.set_xlim(0, 1)
     ax.set_ylim(0)
     ax.legend(fontsize=8, frameon=False)
