@@ -38,6 +38,7 @@ def _rows_of_logits(rows, vocab, dtype, temperature=1.0):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = (3 * torch.randn(rows, vocab + 7, generator=generator()) - 20).to(device, dtype)
     memory[0, vocab - 1] = -2  # in the first row the peak moves in the last block
+    memory[:, vocab:] += 30  # larger than all logits: whoever reads beyond a row's end notices
     x.beyond = memory[:, vocab:].clone()
     x.memory, x.z, x.raw = memory, memory[:, :vocab], memory[:, :vocab].cpu().double()
     x.logits, x.inv_t = x.raw / temperature, 1 / temperature

@@ -2,8 +2,9 @@
 
 In a solved notebook a code cell tagged ``exercise`` begins with two comments, ``# Exercise 2 · ●●○○ · 10 minutes`` and
 ``# Hint: ...`` (which may go on for lines), and holds its solution between ``### BEGIN SOLUTION`` and
-``### END SOLUTION``. The exercise notebook gets the comments as text, the hint folded away, and a stub. Cells tagged
-``solved-only`` are left out; of outputs the pictures stay, as what one should arrive at. A test holds the two together.
+``### END SOLUTION``, once or more. The exercise notebook gets the comments as text, the hint folded away, and stubs.
+A cell tagged ``check`` calls ``checks.<name>``. Cells tagged ``solved-only`` are left out; of outputs the pictures stay,
+as what one should arrive at. A test holds the two together.
 """
 
 import json
@@ -35,10 +36,10 @@ def exercises_of(path):
     for cell in (cell for cell in cells if "exercise" in tags(cell)):
         source = "".join(cell["source"])
         head = HEAD.match(source)
-        if head is None or len(SOLUTION.findall(source)) != 1 or len(head["dots"]) != 4:
+        if head is None or not SOLUTION.search(source) or len(head["dots"]) != 4:
             raise ValueError(
                 f"{path.name}, cell {cell.get('id')}: an exercise begins with `# Exercise 1 · ●○○○ · 5 minutes` and "
-                "`# Hint: ...`, and has one pair of `### BEGIN SOLUTION` and `### END SOLUTION`"
+                "`# Hint: ...`, and holds lines between `### BEGIN SOLUTION` and `### END SOLUTION`"
             )
         hint = " ".join(line.removeprefix("# ") for line in head["hint"].splitlines())
         found.append({**head.groupdict(), "hint": hint, "code": source[head.end() :]})
@@ -75,6 +76,7 @@ def student_notebook(path):
             cell = _markdown(cell["id"], LINK.sub("](../", "".join(cell["source"])))
         cells.append(cell)
         if len(cells) == 1:
+            cell["source"][0] = cell["source"][0].rstrip() + ": exercises\n"
             cells.append(_markdown("exercises-text", intro))
             cells.append(_code({"id": "exercises-record", "metadata": {}}, record))
     return {**solved, "cells": cells}

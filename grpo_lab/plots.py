@@ -315,7 +315,8 @@ def interactive(figure):
             x, y = (list(map(float, values)) for values in line.get_data())
             colour, dash, name = line.get_color(), dashes.get(line.get_linestyle()), line.get_label()
             if dash:
-                style = {"mode": "lines", "line": {"color": colour, "dash": dash}}
+                shape = "hv" if line.get_drawstyle() == "steps-post" else "linear"
+                style = {"mode": "lines", "line": {"color": colour, "dash": dash, "shape": shape}}
             else:
                 marker = {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}
                 style = {"mode": "markers", "marker": marker}

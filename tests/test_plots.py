@@ -139,7 +139,7 @@ def test_timelines_are_stretched_to_one_width_in_mebibytes():
     (ax,) = plots.timelines_figure({"naive": [0, 3 * 2**20, 0], "chunked": [0, 2**20, 0, 2**20, 0]}).axes
     assert [list(line.get_xdata()) for line in ax.lines] == [[0, 0.5, 1], [0, 0.25, 0.5, 0.75, 1]]
     assert list(ax.lines[0].get_ydata()) == [0, 3, 0]
-    assert [t.name for t in plots.interactive(ax.figure).data] == ["naive", "chunked"]
+    assert [(t.name, t.line.shape) for t in plots.interactive(ax.figure).data] == [("naive", "hv"), ("chunked", "hv")]
 
 
 def test_stages_and_plain_lines():
