@@ -3,8 +3,8 @@
 In a solved notebook a code cell tagged ``exercise`` begins with two comments, ``# Exercise 2 · ●●○○ · 10 minutes`` and
 ``# Hint: ...`` (which may go on for lines), and holds its solution between ``### BEGIN SOLUTION`` and
 ``### END SOLUTION``, once or more. The exercise notebook gets the comments as text, the hint folded away, and stubs.
-A cell tagged ``check`` calls ``checks.<name>``. Cells tagged ``solved-only`` are left out; of outputs the pictures stay,
-as what one should arrive at. A test holds the two together.
+A cell tagged ``check`` calls ``checks.<name>``. Cells tagged ``solved-only`` are left out; of outputs the pictures
+stay, as what one should arrive at. A test holds the two together.
 """
 
 import json
@@ -61,13 +61,15 @@ def student_notebook(path):
         "`progress.jsonl` beside the notebook, and nowhere else. (`make exercises` writes this file: change the solved "
         "notebook instead.)*"
     )
-    record = 'from grpo_lab import checks\n\nchecks.record("progress.jsonl")'
+    record = 'checks.record("progress.jsonl")  # beside this notebook'
     cells, upcoming = [], iter(exercises)
     for cell in solved["cells"]:
         if "solved-only" in tags(cell):
             continue
         if "exercise" in tags(cell):
             exercise = next(upcoming)
+            if exercise is exercises[0]:  # not earlier: importing checks imports Triton, which the notebook prepares
+                cells.append(_code({"id": "exercises-record", "metadata": {}}, record))
             cells.append(_markdown(f"{cell['id']}-text", _text(exercise, len(exercises))))
             cell = _code(cell, SOLUTION.sub(r"\g<1>" + _stub(exercise), exercise["code"]))
         elif cell["cell_type"] == "code":
@@ -78,7 +80,6 @@ def student_notebook(path):
         if len(cells) == 1:
             cell["source"][0] = cell["source"][0].rstrip() + ": exercises\n"
             cells.append(_markdown("exercises-text", intro))
-            cells.append(_code({"id": "exercises-record", "metadata": {}}, record))
     return {**solved, "cells": cells}
 
 

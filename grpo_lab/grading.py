@@ -30,6 +30,8 @@ def check(fn):
     def run(function):
         name, began, failure = fn.__name__, time.perf_counter(), None
         try:
+            if not callable(function):
+                fail(f"{name}: hand in the function itself, without calling it; this is a {type(function).__name__}.")
             said = fn(function)
         except NotImplementedError as error:
             failure = CheckFailed(f"{name} is not filled in: {error}")
@@ -113,7 +115,8 @@ def compare(name, got, expected, where=None, mistakes=(), shapes=(), tolerance=1
     got = got.detach().cpu()
     if got.shape != expected.shape:
         hints = [text for shape, text in shapes if got.shape == shape]
-        fail(f"{name}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}. {' '.join(hints[:1])}".rstrip())
+        hint = hints[0] if hints else "Does the function use its arguments alone, and no variables of the notebook?"
+        fail(f"{name}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}. {hint}")
     right = close(got, expected, tolerance, scale)
     if right.all():
         return

@@ -10,12 +10,18 @@ from pathlib import Path
 
 from grpo_lab.exercises import exercises_of, solved_notebooks
 
+PROGRESS = "progress.jsonl"
+GENERAL = ("progress", "exercises", "notebooks")  # names that tell no student from another
+
 
 def note(path, check, passed, message):
-    """Append one try to the student's file."""
+    """Append one try to the student's file; where it cannot be written, say so: the check counts all the same."""
     row = {"check": check, "passed": passed, "message": message, "time": time.strftime("%Y-%m-%dT%H:%M:%S")}
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except OSError as error:
+        print(f"(This try is not noted: {error})")
 
 
 def read(path):
@@ -31,20 +37,21 @@ def read(path):
 
 
 def collected(paths):
-    """Student's name to tries: ``anna.jsonl`` is anna's, and so is ``anna/**/progress.jsonl``."""
+    """Student's name to tries. The name is the file's, or else the nearest folder's that tells one: ``anna.jsonl`` and
+    ``anna/notebooks/exercises/progress.jsonl`` are both anna's."""
     students = {}
     for given in map(Path, paths):
-        files = sorted(given.rglob("*.jsonl")) if given.is_dir() else [given]
-        if not given.exists() or not files:
-            raise ValueError(
-                f"{given}: no such file or folder" if not given.exists() else f"{given}: holds no .jsonl file"
-            )
-        for file in files:
-            parts = file.relative_to(given).parts if given.is_dir() and len(files) > 1 else file.resolve().parts[-2:]
-            name = "/".join(
-                part for part in (*parts[:-1], file.stem) if part not in ("progress", "exercises", "notebooks")
-            )
-            students.setdefault(name or given.resolve().name, []).extend(read(file))
+        if not given.exists():
+            raise ValueError(f"{given}: no such file or folder")
+        tries = {
+            file.resolve(): read(file) for file in ([given] if given.is_file() else sorted(given.rglob("*.jsonl")))
+        }
+        if not any(tries.values()):
+            raise ValueError(f"{given}: holds no progress file, {PROGRESS} as the exercises' checks write it")
+        for file, rows in tries.items():
+            if rows:  # other .jsonl files may lie about
+                names = (name for name in (file.stem, *(p.name for p in file.parents)) if name not in GENERAL)
+                students.setdefault(next(names), []).extend(rows)
     return students
 
 

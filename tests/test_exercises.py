@@ -125,6 +125,17 @@ def test_a_students_own_error_keeps_its_traceback():
     assert any(entry.name == "broken" for entry in caught.traceback)
 
 
+def test_what_is_no_function_and_a_file_that_cannot_be_written(tmp_path, defined, capsys):
+    with pytest.raises(grading.CheckFailed, match="hand in the function itself, .* a Tensor"):
+        checks.pack(torch.ones(3))
+    try:
+        checks.record(tmp_path / "gone" / "progress.jsonl")
+        checks.pack(defined(exercise_of("pack")[0], "pack"))
+    finally:
+        checks.record(None)
+    assert re.search(r"not noted: .*No such file.*\n.*pack: passed", capsys.readouterr().out)
+
+
 def test_a_notebook_shows_the_message_and_no_traceback():
     failure = grading.CheckFailed("logps[3]: got 1, expected 2.")
     (line,) = failure._render_traceback_()
@@ -166,7 +177,7 @@ def test_tries_are_noted_and_become_the_table_of_the_class(tmp_path, defined, ca
 def test_progress_of_nothing_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match="no such file or folder"):
         progress.collected([tmp_path / "nobody"])
-    with pytest.raises(ValueError, match="holds no .jsonl file"):
+    with pytest.raises(ValueError, match="holds no progress file"):
         progress.collected([tmp_path])
 
 
