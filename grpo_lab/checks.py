@@ -134,6 +134,7 @@ def logits_grad(function):
             (-x.d_logits, "The sign is turned round: the loss is the sum of c * log-prob, not its negative."),
             (x.d_logits / c, "The coefficients c are left out."),
             (x.d_logits * c, "The coefficients c are in there twice."),
+            (2 * onehot - x.d_logits, "The softmax goes in with a minus: c * (onehot - p)."),
             (x.d_logits - onehot, "The onehot is missing: the sampled token's entry gets + c."),
             (x.d_logits - onehot + onehot / c, "The onehot is not multiplied by c."),
             (x.log_p.exp(), "That is the softmax."),

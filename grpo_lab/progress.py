@@ -5,6 +5,7 @@ the computer.
 """
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -81,5 +82,9 @@ def table(students):
     lines += ["", "3: passed at the third try; (3): three tries, not passed yet; .: not tried", ""]
     for check, column in columns.items():
         lines.append(f"{column} {check}: {passes[check]} of {len(students)} passed")
-        lines += [f"     stuck at: {message}" for message in dict.fromkeys(stuck[check])]
+        kinds = {}  # messages that differ in their numbers alone
+        for message in stuck[check]:
+            kinds.setdefault(re.sub(r"[\d.,+-]*\d", "#", message), []).append(message)
+        for messages in sorted(kinds.values(), key=len, reverse=True):
+            lines.append(f"     {len(messages)} stuck, such as: {messages[0]}")
     return "\n".join(lines)

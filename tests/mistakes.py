@@ -16,7 +16,7 @@ MISTAKES = [
     ("chunked_logps", "naive_logps(hidden[a : a + C], weight, ids[a : a + C]) for a in starts", "naive_logps(hidden, weight, ids)", r"got shape|table of 11 rows"),
     ("recomputed_logps", "checkpoint(naive_logps, *part, use_reentrant=False)", "naive_logps(*part)", r"autograd keeps a table of 4 rows x 37"),
     ("recomputed_logps", "range(0, len(hidden), C)", "range(C, len(hidden), C)", r"got shape \(7,\), expected \(11,\)"),
-    ("logits_grad", ".mul_(-c[:, None])", ".mul_(c[:, None])", r"gradient\[0, \d+\]: got .*, expected .*\(row 0, (not )?the sampled token"),
+    ("logits_grad", ".mul_(-c[:, None])", ".mul_(c[:, None])", r"gradient\[\d, \d+\]: got .*, expected .*\(row \d, (not )?the sampled token, c = .* goes in with a minus"),
     ("logits_grad", "ids] += c", "ids] += 1", r"onehot is not multiplied by c"),
     ("logits_grad", "    p[torch.arange(len(ids), device=ids.device), ids] += c\n", "", r"The onehot is missing"),
     ("logits_grad", ".sub_(logits.amax(-1, keepdim=True))", "", r"got (nan|inf).*overflows fp32"),

@@ -3,6 +3,7 @@ unfilled exercise; and typical mistakes are told the first wrong number and wher
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -116,6 +117,29 @@ def test_a_typical_mistake_is_named(check, right, wrong, said, defined):
         getattr(checks, check)(defined(path, check, exercise["code"].replace(right, wrong)))
 
 
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    """The interpreter runs what a compiler refuses. Compiling needs no GPU, but Triton without its interpreter."""
+    (path,) = (path for path in SOLVED if path.name.startswith("03"))
+    file = tmp_path / "kernels_of_03.py"
+    compile_all = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+pointers = dict.fromkeys(("lse_ptr", "logp_ptr", "entropy_ptr", "out_ptr", "c_ptr"), "*fp32")
+types = {"z_ptr": "*bf16", "ids_ptr": "*i64", "stride": "i32", "V": "i32", "inv_t": "fp32", "BLOCK": "constexpr"}
+for kernel in (row_max_kernel, stats_kernel, grad_kernel, fused_kernel):
+    signature = {name: (types | pointers)[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index("BLOCK"),): 1024})
+    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+"""
+    file.write_text("\n".join([PRELUDE, *(e["code"] for e in exercises.exercises_of(path)), compile_all]))
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    result = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 def test_a_students_own_error_keeps_its_traceback():
     def broken(hidden, weight, ids):
         return hidden @ weight
@@ -171,7 +195,18 @@ def test_tries_are_noted_and_become_the_table_of_the_class(tmp_path, defined, ca
     assert lines[0].split()[:3] == ["student", "02.1", "02.2"]
     assert re.match(r"anna +2 +\. .* 1/11 ", lines[1]) and re.match(r"bo +\(1\) +\. .* 0/11 ", lines[2])
     assert "02.1 naive_logps: 1 of 2 passed" in lines
-    assert any("stuck at: logps: got shape (1,), expected (7,)" in line for line in lines)
+    assert any("1 stuck, such as: logps: got shape (1,), expected (7,)" in line for line in lines)
+
+
+def test_the_same_mistake_is_counted_once_whatever_its_numbers():
+    def tries(value):
+        message = f"logps[{value}]: got -{value}.5e-07, expected 1.25. The sign is turned round."
+        return [{"check": "pack", "passed": False, "message": message, "time": f"2026-01-0{value}T10:00:00"}]
+
+    lines = progress.table({f"student {i}": tries(i) for i in range(1, 6)}).splitlines()
+    assert [line for line in lines if "stuck" in line] == [
+        "     5 stuck, such as: logps[1]: got -1.5e-07, expected 1.25. The sign is turned round."
+    ]
 
 
 def test_progress_of_nothing_says_what_is_missing(tmp_path):
