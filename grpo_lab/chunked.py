@@ -34,7 +34,7 @@ import torch
 
 from grpo_lab.kernels import absorb, finish, logits_grad, resolve_backend, row_stats
 from grpo_lab.naive import naive_logps
-from grpo_lab.plan import Plan, bins
+from grpo_lab.plan import TOGETHER, Plan, bins
 from grpo_lab.workspace import Workspace, add_products, lies_in_rows
 
 
@@ -297,15 +297,18 @@ class Sweep:
         """Statistics and dH by way of softmax numerators; if there are slices to come, their coefficients ``(N,)``,
         ``gain`` times too large."""
         all_c = torch.zeros_like(work.state[0])
-        for a, b, active in self.spans:
-            sums = self._logits_and_sums(work, a, b, active)
-            if not active:
-                continue
-            part = slice(a, b)
+        active = [(a, b) for a, b, active in self.spans if active]
+        step = TOGETHER if self.plan.wide and not beforehand else 1
+        for group in (active[i : i + step] for i in range(0, len(active), step)):
+            sums = [self._logits_and_sums(work, a, b, True) for a, b in group]
+            part = slice(group[0][0], group[-1][1])
             c, _ = coefficients(part, None if beforehand else finish(work.state[:, part]))
             if self.plan.slices:
                 all_c[part] = c
-            work.learn_rows(part, sums, c)
+            for a, b in group:  # popped, or they would stay beside those of the next group
+                work.learn_rows(slice(a, b), sums.pop(0), c[a - part.start : b - part.start])
+        for a, b, _ in self.spans[len(active) :]:
+            self._logits_and_sums(work, a, b, False)
         return all_c.mul_(work.gain)
 
     def _logits_and_sums(self, work, a, b, active):

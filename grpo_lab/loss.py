@@ -97,7 +97,8 @@ def grpo_loss(
     sequences = tuple(zip(lengths, (n > 0 for n in actives), strict=True)) if coupling == "sequence" else None
     n = sum(lengths)
     whole = Plan(max(n, 1), wide=True)
-    plan = whole if impl == "naive" else _plan(head, numerics, n, sequences, chunk_tokens, memory_budget)
+    known = coupling in ("nothing", "batch")  # nothing to find out chunk by chunk
+    plan = whole if impl == "naive" else _plan(head, numerics, n, sequences, known, chunk_tokens, memory_budget)
     # Ratios and KL can overflow fp16: two phases scale by the coefficients that they have found
     may_overflow = numerics.dtype == torch.float16 and head.trained and coupling != "nothing"
     in_one_pass = (
@@ -178,7 +179,7 @@ def token_logps(
     n = sum(_scan(token_ids, scored, scored, weight.shape[0])[0])
     if impl == "naive":
         return numerics.naive(head, token_ids.long(), scored, True)
-    plan = _plan(head, numerics, n, None, chunk_tokens, memory_budget)
+    plan = _plan(head, numerics, n, None, True, chunk_tokens, memory_budget)
     position, spans = chunked.packed(scored, scored, n, n, plan.C)
     sweep = chunked.Sweep(numerics, plan, position, token_ids.reshape(-1)[position].long(), spans)
     return tuple(
@@ -198,19 +199,23 @@ def _scan(token_ids, scored, active, vocab):
     return counts[0], counts[1]
 
 
-def _plan(head, numerics, n, sequences, chunk_tokens, memory_budget):
+def _plan(head, numerics, n, sequences, known, chunk_tokens, memory_budget):
     device, dtype = head.hidden.device, numerics.dtype
     problem = Problem(
         *head.hidden.shape[:2], n, head.hidden.shape[2], len(head.weight), dtype.itemsize,
         numerics.logits_dtype.itemsize, head.trained, device.type, sequences, head.hidden.dtype.itemsize,
-        head.trained_itemsize, head.copied(numerics),
+        head.trained_itemsize, head.copied(numerics), known,
     )  # fmt: skip
     plan = choose(problem, chunk_tokens, memory_budget)
     if device.type == "cuda" and memory_budget is None:
         used = torch.cuda.memory_stats_as_nested_dict(device)
         free = used["reserved_bytes"]["all"]["current"] - used["allocated_bytes"]["all"]["current"]
         if problem.peak(plan) > free:  # then only is the driver asked, which takes longer
-            plan = choose(problem, chunk_tokens, None, free + torch.cuda.mem_get_info(device)[0])
+            there, total = torch.cuda.mem_get_info(device)
+            allowed = (
+                total * torch.cuda.get_per_process_memory_fraction(device) - used["reserved_bytes"]["all"]["current"]
+            )
+            plan = choose(problem, chunk_tokens, None, int(free + min(there, allowed)))
     return plan
 
 

@@ -7,6 +7,7 @@ runs that several processes write together. Only ``callback()`` imports transfor
 
 import contextlib
 import hashlib
+import html
 import json
 import os
 import re
@@ -118,13 +119,19 @@ def headless():
     return not (any(name in os.environ for name in front_ends) or sys.stdout.isatty())
 
 
-def _bar():
-    """An output that can be updated in place, where a person watches a notebook; else None."""
+def progress_bar():
+    """An output for ``show_progress`` where a person watches a notebook; else None."""
     if headless() or "ipykernel" not in sys.modules:
         return None
     from IPython.display import HTML, display
 
     return display(HTML(""), display_id=True)
+
+
+def show_progress(bar, step, total, text):
+    """Draw ``step`` of ``total`` and the line ``text`` in an output of ``progress_bar()``, in place."""
+    content = f'<progress value="{step}" max="{total}"></progress> {html.escape(text).replace("  ", " &nbsp; ")}'
+    bar.update({"text/html": content, "text/plain": text}, raw=True)
 
 
 def _whole(checkpoint):
@@ -225,7 +232,7 @@ class Run:
                 self.began = self.spoke = time.monotonic()
                 self.first_step = state.global_step
                 if state.is_world_process_zero:
-                    self.bar = _bar()
+                    self.bar = progress_bar()
                     run.log(resumed_at=state.global_step, **label)
 
             def on_log(self, args, state, control, logs=None, **kwargs):
@@ -243,9 +250,7 @@ class Run:
                 where = f"{series or ''} step {state.global_step}/{state.max_steps}".strip()
                 text = f"{where}  {values}  {pace:.2f} s/step  {left:.0f} s left"
                 if self.bar:
-                    share = f'<progress value="{state.global_step}" max="{state.max_steps}"></progress>'
-                    html = f"{share} {text.replace('  ', ' &nbsp; ')}"
-                    self.bar.update({"text/html": html, "text/plain": text}, raw=True)
+                    show_progress(self.bar, state.global_step, state.max_steps, text)
                 elif headless():
                     print(text, flush=True)
 

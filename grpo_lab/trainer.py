@@ -5,7 +5,10 @@ runs inside the model's forward through ``grpo_loss``. The first batch's loss an
 head and with TRL's own loss (``receipt.py``) before anything is trained on.
 """
 
+import atexit
 import math
+import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +19,7 @@ from transformers.utils import logging
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanmax, nanmin
 
-from grpo_lab import receipt
+from grpo_lab import preflight, receipt
 from grpo_lab.head import active_adapters, is_adapted, score_in_forward
 from grpo_lab.loss import grpo_loss, token_logps
 from grpo_lab.objective import Objective
@@ -91,9 +94,22 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self):
-        if self.bf16 is None and not self.fp16 and not torch.accelerator.is_available():
-            self.bf16 = False  # TRL would ask for bf16, which transformers refuses where there is no GPU
-        super().__post_init__()
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # else accelerate takes each process of a launch on CPUs for a training of its own
+            os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else it is cpu:0, where torch.load cannot resume
+            if self.bf16 is None and not self.fp16:
+                self.bf16 = False  # TRL would ask for bf16, which transformers refuses where there is no GPU
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "divisible by num_generations" not in str(error):
+                raise
+            raise ValueError(
+                f"num_generations={self.num_generations}: the batch that is generated at once is no multiple of it: "
+                f"{self.generation_batch_size} completions = per_device_train_batch_size "
+                f"{self.per_device_train_batch_size} x {self.world_size} processes x steps_per_generation "
+                f"{self.steps_per_generation}"
+            ) from None
         if self.loss_impl not in LOSS_IMPLS:
             raise ValueError(f"loss_impl={self.loss_impl!r}: expected one of {', '.join(LOSS_IMPLS)}")
         if self.use_liger_loss is not None:
@@ -141,6 +157,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         kept = args.loss_impl == "trl" or args.cast_lm_head_to_fp32
         with receipt.changed(grpo_trainer, **{} if kept else {"BaseTunerLayer": ()}):
             super().__init__(model, reward_funcs, args, *more, **kwargs)
+        if self.accelerator.num_processes > 1:
+            atexit.register(_leave_process_group)
         for m in (self.model, self.ref_model):
             if m is not None:
                 m = self.accelerator.unwrap_model(m)
@@ -148,6 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 if args.loss_impl != "trl" and is_adapted(m.get_output_embeddings()):
                     _check_adapted_head(m, args.use_vllm)
                 score_in_forward(m)
+        preflight.check(self)
 
     @property
     def objective(self) -> Objective:
@@ -327,6 +346,14 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"step {self.state.global_step + 1}: the loss is {loss}. The hidden states or log-probs of this batch "
                 "are not finite: lower learning_rate, set max_grad_norm, or try bf16 in place of fp16"
             )
+
+
+def _leave_process_group():
+    """What a script on several processes need not know: one that leaves its group to the interpreter's end is aborted
+    now and then, while gloo's threads still hold tensors (pytorch/pytorch#179291)."""
+    failed = hasattr(sys, "last_type")  # then NCCL might wait here for ranks that will not come
+    if torch.distributed.is_initialized() and not failed:
+        torch.distributed.destroy_process_group()
 
 
 def _check_adapted_head(model, use_vllm):

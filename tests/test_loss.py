@@ -13,7 +13,7 @@ from grpo_lab.plan import Plan
 # Chunks of one token, shorter than a sequence, of some, of all; each kind of plan, the head trained and frozen
 ROUTES = [
     (Plan(1, True), False), (Plan(8, True), False), (Plan(16, True), False), (Plan(48, True), False),
-    (Plan(8, True), True), (Plan(8, False), True), (Plan(48, False), True),
+    (Plan(2, True), True), (Plan(8, True), True), (Plan(8, False), True), (Plan(48, False), True),
     (Plan(8, False, 4), False), (Plan(48, False, 16), False), (Plan(16, True, 16), False),
 ]  # fmt: skip
 

@@ -1,0 +1,83 @@
+"""Tokenizer, policy, data and launch that do not fit together: said before training starts, with the repair.
+
+TRL finds most of these at its first step, in a kernel's words, or not at all: it trains zero steps on too few rows, and
+past the positions that a policy knows. ``GRPOTrainer`` calls ``check`` at the end of its construction. Left out: what
+only a reward function can know, and prompts of streamed or multimodal data sets.
+"""
+
+from collections.abc import Sized
+
+from transformers import PreTrainedTokenizerBase
+
+ROWS = 2000  # how many prompts are measured
+
+
+def check(trainer):
+    """Raises ValueError naming the argument that does not fit, and what to do."""
+    _check_tokens(trainer)
+    _check_rows(trainer)
+    _check_reference(trainer)
+
+
+def _check_tokens(trainer):
+    tokenizer, config = trainer._tokenizer, trainer.model.config.get_text_config()
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"processing_class: the tokenizer has {len(tokenizer):,} tokens and the policy {config.vocab_size:,}: load "
+            "the policy's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) first"
+        )
+    for name, ids in (("eos", trainer.eos_token_ids), ("pad", [tokenizer.pad_token_id])):
+        for token in ids:
+            if token is None or not 0 <= token < config.vocab_size:
+                raise ValueError(
+                    f"processing_class: {name}_token_id is {token}, and the policy has tokens 0 to "
+                    f"{config.vocab_size - 1:,}: set tokenizer.{name}_token to one of its own, and "
+                    f"model.generation_config.{name}_token_id with it"
+                )
+
+
+def _check_rows(trainer):
+    data, args = trainer.train_dataset, trainer.args
+    if not isinstance(data, Sized):
+        return
+    prompts = args.generation_batch_size // args.num_generations
+    if len(data) < prompts:
+        raise ValueError(
+            f"train_dataset has {len(data)} rows, and each generation takes {prompts} different ones "
+            f"(generation_batch_size {args.generation_batch_size} / num_generations {args.num_generations}): add rows, "
+            "or lower per_device_train_batch_size or gradient_accumulation_steps"
+        )
+    if "prompt" not in data[0]:
+        raise ValueError(f"train_dataset has the columns {', '.join(data[0])}: name the one with the question 'prompt'")
+    config = trainer.model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    if positions is None or stretched or not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        return
+    rows = sorted(range(min(len(data), ROWS)), key=lambda row: -len(str(data[row]["prompt"])))
+    length, row = max((_tokens(trainer, data[row]["prompt"]), row) for row in rows[:8])
+    if length + args.max_completion_length > positions:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} after the {length} tokens of train_dataset[{row}]'s "
+            f"prompt makes {length + args.max_completion_length}, and the policy knows {positions:,} positions "
+            "(max_position_embeddings): lower it, or leave longer prompts out"
+        )
+
+
+def _tokens(trainer, prompt):
+    tokenizer = trainer.processing_class
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=True)
+    return len(tokenizer.apply_chat_template(prompt, **options, **trainer.chat_template_kwargs)["input_ids"])
+
+
+def _check_reference(trainer):
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.ref_model is None or plugin is None or trainer.accelerator.num_processes == 1:
+        return
+    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            f"fsdp_cpu_ram_efficient_loading: true is not supported with beta={trainer.beta}: ranks other than 0 would "
+            "have a reference model without weights. Set it to false in accelerate's config file"
+        )
