@@ -13,7 +13,7 @@ import pytest
 import torch
 from mistakes import MISTAKES
 
-from grpo_lab import checks, exercises, grading, kernels, progress
+from grpo_lab import checks, cli, exercises, grading, kernels, progress
 
 ROOT = Path(__file__).resolve().parents[1]
 SOLVED = exercises.solved_notebooks()
@@ -207,6 +207,16 @@ def test_the_same_mistake_is_counted_once_whatever_its_numbers():
     assert [line for line in lines if "stuck" in line] == [
         "     5 stuck, such as: logps[1]: got -1.5e-07, expected 1.25. The sign is turned round."
     ]
+
+
+def test_the_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        cli, "write_exercises", lambda: [cli.CLONE / "notebooks" / "exercises" / "02_chunked_loss.ipynb"]
+    )
+    assert cli.main(["exercises"]) == 0
+    assert capsys.readouterr().out == "notebooks/exercises/02_chunked_loss.ipynb\n"
+    assert cli.main(["progress", str(tmp_path / "nobody")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
 
 
 def test_progress_of_nothing_says_what_is_missing(tmp_path):
