@@ -31,28 +31,33 @@ def read(path):
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-            tries.append({name: row[name] for name in ("check", "passed", "message", "time")})
+            check, passed, message, when = (row[name] for name in ("check", "passed", "message", "time"))
         except (ValueError, KeyError, TypeError):
             continue
+        text = "".join(
+            c for c in " ".join(str(message).split()) if c.isprintable()
+        )  # it goes to the teacher's terminal
+        tries.append({"check": check, "passed": passed is True, "message": text, "time": str(when)[:19]})
     return tries
 
 
 def collected(paths):
     """Student's name to tries. The name is the file's, or else the nearest folder's that tells one: ``anna.jsonl`` and
     ``anna/notebooks/exercises/progress.jsonl`` are both anna's."""
-    students = {}
+    tries = {}
     for given in map(Path, paths):
         if not given.exists():
             raise ValueError(f"{given}: no such file or folder")
-        tries = {
-            file.resolve(): read(file) for file in ([given] if given.is_file() else sorted(given.rglob("*.jsonl")))
-        }
-        if not any(tries.values()):
-            raise ValueError(f"{given}: holds no progress file, {PROGRESS} as the exercises' checks write it")
-        for file, rows in tries.items():
-            if rows:  # other .jsonl files may lie about
-                names = (name for name in (file.stem, *(p.name for p in file.parents)) if name not in GENERAL)
-                students.setdefault(next(names), []).extend(rows)
+        files = [given] if given.is_file() else sorted(path for path in given.rglob("*.jsonl") if path.is_file())
+        found = {file.resolve(): read(file) for file in files}
+        if not any(found.values()):
+            raise ValueError(f"{given}: holds no {PROGRESS} as the exercises' checks write it")
+        tries |= found
+    students = {}
+    for file, rows in tries.items():
+        if rows:  # other .jsonl files may lie about
+            names = (name for name in (file.stem, *(p.name for p in file.parents)) if name not in GENERAL)
+            students.setdefault(next(names), []).extend(rows)
     return students
 
 

@@ -209,6 +209,19 @@ def test_the_same_mistake_is_counted_once_whatever_its_numbers():
     ]
 
 
+def test_a_strange_progress_file_does_not_spoil_the_table(tmp_path):
+    rows = [{"check": ["pack"], "passed": "yes", "message": {"a": 1}, "time": 7}, [], 5, None]
+    rows.append(
+        {"check": "pack", "passed": False, "message": "red \x1b[31m\nand a new line", "time": "2026-01-01T10:00:00"}
+    )
+    (tmp_path / "eve.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\x00{")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    students = progress.collected([tmp_path, tmp_path / "eve.jsonl"])
+    assert list(students) == ["eve"] and len(students["eve"]) == 2
+    assert "     1 stuck, such as: red [31m and a new line" in progress.table(students).splitlines()
+
+
 def test_the_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         cli, "write_exercises", lambda: [cli.CLONE / "notebooks" / "exercises" / "02_chunked_loss.ipynb"]
@@ -222,7 +235,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
 def test_progress_of_nothing_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match="no such file or folder"):
         progress.collected([tmp_path / "nobody"])
-    with pytest.raises(ValueError, match="holds no progress file"):
+    with pytest.raises(ValueError, match="holds no progress.jsonl"):
         progress.collected([tmp_path])
 
 
