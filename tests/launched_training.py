@@ -45,6 +45,7 @@ config = GRPOConfig(
     learning_rate=1e-3,
     lr_scheduler_type="constant",
     beta=0.04,
+    bf16=False,
     logging_steps=1,
     save_steps=2,
     report_to="none",

@@ -260,6 +260,7 @@ def test_a_killed_rank_is_named_and_the_same_launch_ends_as_an_unbroken_one(tmp_
     assert json.loads((folder / "receipt.json").read_text())["passed"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch would take the GPUs for FSDP")
 def test_fsdp_2_of_the_shipped_file_trains_resumes_and_has_its_reference_model(tmp_path, monkeypatch, unbroken):
     monkeypatch.setattr(module, "_check_gpus", lambda *_: None)
     for steps in (2, 3):  # the second from checkpoint-2
