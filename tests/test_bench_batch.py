@@ -58,13 +58,13 @@ def test_a_trial_that_kills_its_processes_does_not_fit_and_the_search_goes_on(mo
         with journal.open("a") as file:
             if len(calls) == 1:
                 file.write(json.dumps({"began": ["naive", 1, 9]}) + "\n")
-                raise LaunchError("rank 1 died", 1, 1, ["CUDA error: the last line"])
+                raise LaunchError("rank 1 died", 1, 1, ["rank 1: out of memory: 9 GiB", "RuntimeError: Timed out"])
             for provider, card in spec()["cells"]:
                 file.write(json.dumps({"row": bench_batch._row(spec(), provider, card, largest_batch=8)}) + "\n")
 
     monkeypatch.setattr(bench_batch, "launch", fake_launch)
     assert [row["largest_batch"] for row in launched(spec(), "cpu_2", 2)] == [8, 8]
-    died = {"trial": ["naive", 1, 9], "outcome": {"died": "CUDA error: the last line"}}
+    died = {"trial": ["naive", 1, 9], "outcome": {"died": "rank 1: out of memory: 9 GiB"}}
     assert [json.loads(line) for line in calls[1]][1:] == [died]
 
 
