@@ -39,9 +39,9 @@ dist.destroy_process_group()
 """
 TREE = """
 import subprocess, sys, time
-ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
-own = dict(start_new_session=True)
-subprocess.Popen([sys.executable, "-c", ignores if "9" in sys.argv else "input()"], **own)
+sleeps, own = "import time; time.sleep(100)", dict(start_new_session=True)
+ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if "9" in sys.argv else ""
+subprocess.Popen([sys.executable, "-c", ignores + sleeps], **own)
 subprocess.Popen(["sleep", "100"], **own)
 print("up", flush=True)
 time.sleep(100)
