@@ -97,9 +97,11 @@ def explain_failure(error, folder="."):
             )
         if isinstance(error, ConnectionError) or name in ("ConnectionError", "ConnectTimeout", "ReadTimeout"):
             return "server unreachable", (
-                "Start the vLLM server (`trl vllm-serve --model ...`), check vllm_server_host and vllm_server_port, "
-                "and see its log for why it ended. " + RESUME
+                "Start the vLLM server (grpo_lab.serve.VllmServer), check vllm_server_base_url, and see what it wrote "
+                "last. " + RESUME
             )
+        if name == "ServerError":
+            return "server died", "See its last lines in the error; once that is repaired: " + RESUME
         if name == "LaunchError":
             return "rank died", "See its last lines in the error; once that is repaired: " + RESUME
     return "error", "See the traceback in the executed notebook; once it is repaired: " + RESUME

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from grpo_lab import serve
+from grpo_lab.doctor import explain_failure
 from grpo_lab.runs import open_run, read_json
 from grpo_lab.serve import Server, ServerError, VllmServer
 
@@ -113,6 +114,7 @@ def test_one_that_dies_in_the_middle_is_named_as_the_cause(server, tmp_path):
                 time.sleep(0.05)
     assert "CUDA error" in str(error.value) and isinstance(error.value.__cause__, OSError)
     assert read_json(run.folder / "status.json")["reason"] == "server unreachable"
+    assert explain_failure(error.value)[0] == "server died"
 
 
 def test_an_error_of_the_block_itself_stays_what_it_is(server):
