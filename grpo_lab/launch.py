@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,9 +50,7 @@ def run_command(command, on_line, env=None):
     Returns the exit code. Whatever ends this call early, an interrupt too, ends the command and every process that it
     has started, and so does the death of this process.
     """
-    guarded = [sys.executable, "-P", guard.__file__, str(os.getpid()), *map(str, command)]
-    options = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    process = subprocess.Popen(guarded, env=env, text=True, encoding="utf-8", errors="replace", **options)
+    process = guard.start(command, env)
     try:
         for line in process.stdout:
             on_line(line.rstrip("\n"))
