@@ -83,6 +83,8 @@ def explain_failure(error, folder="."):
         text, name = str(error).lower(), type(error).__name__
         if isinstance(error, KeyboardInterrupt):
             return "interrupted", RESUME
+        if name == "ServerError":
+            return "server died", "See its last lines in the error; once that is repaired: " + RESUME
         if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory|not enough memory", text):
             return "out of memory", (
                 "Lower per_device_train_batch_size (and raise gradient_accumulation_steps by the same factor), "
@@ -100,8 +102,6 @@ def explain_failure(error, folder="."):
                 "Start the vLLM server (grpo_lab.serve.VllmServer), check vllm_server_base_url, and see what it wrote "
                 "last. " + RESUME
             )
-        if name == "ServerError":
-            return "server died", "See its last lines in the error; once that is repaired: " + RESUME
         if name == "LaunchError":
             return "rank died", "See its last lines in the error; once that is repaired: " + RESUME
     return "error", "See the traceback in the executed notebook; once it is repaired: " + RESUME

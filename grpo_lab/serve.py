@@ -1,7 +1,7 @@
 """A vLLM server beside the trainer: started on GPUs of its own, waited for, and ended with the block that needs it.
 
     with VllmServer("Qwen/Qwen3-0.6B", gpus="1") as server:
-        config = GRPOConfig(..., use_vllm=True, **server.config)
+        config = GRPOConfig(..., **server.config)
         GRPOTrainer(..., args=config).train()
 
 The command is TRL's own (``trl.scripts.vllm_serve``), so that its trainers find what they expect; weights are sent by
