@@ -7,9 +7,11 @@ alone. A provider that is missing, fails or runs out of memory is a row that say
     python -m grpo_lab bench --out results                    # every table: real shapes on a GPU, small ones on a CPU
     python -m grpo_lab bench --tables head,frontier --repeats 5 --out results
     python -m grpo_lab bench --tables step --models Qwen3-0.6B --dtypes bfloat16 --out results
+    python -m grpo_lab bench --tables batch --cards 24,80 --out results     # on all GPUs, by accelerate's launcher
 
 Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
-sequences), wide (larger hidden sizes), peaked (a confident policy: the errors), frontier (time against memory), step.
+sequences), wide (larger hidden sizes), peaked (a confident policy: the errors), frontier (time against memory), step,
+batch (the largest that trains; only when it is asked for).
 """
 
 import argparse
@@ -231,7 +233,7 @@ def elapsed(fn, device):
 
 def title(row):
     """What the rows of a cell have in common, in words."""
-    names = [name for name in row if name in ("head", "model", "checkpointing", *vars(TINY))]
+    names = [name for name in row if name in ("head", "model", "tuning", "card_gb", "checkpointing", *vars(TINY))]
     return ", ".join(f"{name} {row[name]}" for name in names if row[name] or name not in ("zero_share", "peaked"))
 
 
@@ -245,8 +247,10 @@ def print_rows(rows):
         line = f"  {name:30} {ms:>9} ms {peak:>9} MiB"
         if row["ms"] and floor:
             line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:7.3g} TFLOP/s"
-        if row["peak_mib"] and bare:
+        if row["peak_mib"] and bare and "largest_batch" not in row:
             line += f"  {row['peak_mib'] - bare:+9,.0f} MiB for the head"
+        if row.get("mib_per_sequence"):
+            line += f"  batch {row['largest_batch']}: {row['fixed_mib']:,.0f} MiB + {row['mib_per_sequence']:,.3g} each"
         for key, label in (("dh_error", "dH"), ("dw_error", "dW")):
             if row.get(key) is not None:
                 line += f"  {label} error {row[key]:.1e}"
@@ -254,30 +258,41 @@ def print_rows(rows):
 
 
 def main(argv=None):
-    from grpo_lab.bench_step import MODELS, step_tables
+    from grpo_lab.bench_batch import CARDS, MODELS, batch_tables
+    from grpo_lab.bench_step import BATCHES, step_tables
 
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*MEMBERS, "step"]
-    default = names if torch.cuda.is_available() else ["head", "frontier", "step"]
-    which = "which, by commas (default: all on a GPU; head,frontier,step on a CPU)"
+    names = [*MEMBERS, "step", "batch"]
+    default = names[:-1] if torch.cuda.is_available() else ["head", "frontier", "step"]
+    which = "which, by commas (default: all but batch on a GPU; head,frontier,step on a CPU)"
     parser.add_argument("--tables", default=",".join(default), help=which)
     parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, each in quotes")
-    parser.add_argument("--models", default=",".join(MODELS), help="of the table step, by commas (default: all)")
-    parser.add_argument("--dtypes", default="bfloat16,float32", help="of the table step (default: both)")
+    parser.add_argument("--models", default=",".join(MODELS), help="of step and batch, by commas (default: all)")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="of step and batch (default: both)")
+    parser.add_argument("--tunings", default="lora", help="of batch: lora, full, by commas (default: lora)")
+    cards = f"GB of the emulated cards of batch, by commas (default: {max(CARDS)}; on a CPU 0.03)"
+    on_gpus = torch.cuda.device_count()
+    parser.add_argument("--cards", default=str(max(CARDS) if on_gpus else 0.03), help=cards)
+    config = "fsdp_2" if on_gpus > 1 else "gpu_1" if on_gpus else "cpu_2"
+    parser.add_argument("--config", default=config, help=f"of batch, for accelerate (default here: {config})")
     repeats = f"timed passes (default: 7 on a GPU, 3 on a CPU); 2 where one takes over {SLOW_MS} ms"
     parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3, help=repeats)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes")} | {"provider": []}
-    known = {"tables": names, "models": list(MODELS), "dtypes": ["bfloat16", "float32"]}
+    chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes", "tunings")}
+    known = {"tables": names, "models": list(MODELS), "dtypes": ["bfloat16", "float32"], "tunings": ["lora", "full"]}
     for key, allowed in (known | {"providers": [*PROVIDERS, "no head"]}).items():
         for name in chosen.get(key) or args.providers or []:
             if name not in allowed:
                 parser.error(f"--{key}: {name!r} is none of {', '.join(allowed)}")
+    try:
+        cards = [float(card) if "." in card else int(card) for card in args.cards.split(",")]
+    except ValueError:
+        parser.error(f"--cards: {args.cards!r}, expected numbers by commas, such as 24,80")
     if args.repeats < 1:
         parser.error(f"--repeats: {args.repeats}, expected 1 or more")
 
@@ -288,7 +303,12 @@ def main(argv=None):
     for table in chosen["tables"]:
         rows, began = [], time.perf_counter()
         if table == "step":
-            cells = step_tables(device, chosen["models"], chosen["dtypes"], args.providers, args.repeats, args.seed)
+            models = [name for name in chosen["models"] if (name, "float32") in BATCHES]
+            cells = step_tables(device, models, chosen["dtypes"], args.providers, args.repeats, args.seed)
+        elif table == "batch":
+            processes = on_gpus if args.config == "fsdp_2" else None
+            grid = (chosen["models"], chosen["tunings"], chosen["dtypes"], cards)
+            cells = batch_tables(device, *grid, args.config, processes, args.providers, args.seed)
         else:
             members = {name: PROVIDERS[name] for name in MEMBERS[table] if name in (args.providers or PROVIDERS)}
             measure = frontier if table == "frontier" else both_heads

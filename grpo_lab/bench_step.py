@@ -79,6 +79,15 @@ def build(size, dtype, device, seed):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-6)
 
 
+def head_loss(name, hidden, weight, ids, mask, advantages, prompt):
+    """The provider's loss of whole sequences, prompts included; ``mask`` is 1 where a completion token is predicted."""
+    targets = ids.roll(-1, 1)
+    if name == "naive":  # a mask does not save it the logits of the prompt
+        hidden, targets, mask = (x[:, prompt - 1 : -1] for x in (hidden, targets, mask))
+    fn = no_head if name == "no head" else PROVIDERS[name].variants[""]
+    return fn(hidden, weight, targets, mask, advantages)
+
+
 def _take_turns(rows, model, optimiser, about, device, repeats, seed):
     generator = torch.Generator(device).manual_seed(seed)
     shape = about["batch"], about["prompt"] + about["completion"]
@@ -90,11 +99,8 @@ def _take_turns(rows, model, optimiser, about, device, repeats, seed):
     switch()
 
     def step(name):
-        hidden, targets, scored = model.model(ids, use_cache=False).last_hidden_state, ids.roll(-1, 1), mask
-        if name == "naive":  # a mask does not save it the logits of the prompt
-            hidden, targets, scored = (x[:, about["prompt"] - 1 : -1] for x in (hidden, targets, scored))
-        fn = no_head if name == "no head" else PROVIDERS[name].variants[""]
-        fn(hidden, model.lm_head.weight, targets, scored, advantages).backward()
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+        head_loss(name, hidden, model.lm_head.weight, ids, mask, advantages, about["prompt"]).backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
 

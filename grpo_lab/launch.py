@@ -19,6 +19,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 
 from grpo_lab import guard
+from grpo_lab.doctor import CLONE
 from grpo_lab.runs import progress_bar, show_progress
 
 CONFIGS = Path(__file__).with_name("configs")
@@ -82,6 +83,7 @@ def launch(script, *arguments, config, processes=None, options=()):
         raise ValueError(f"script = {str(script)!r}: no such file in {Path.cwd()}")
     env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
     env |= {"PYTHONUNBUFFERED": "1", "GRPO_LAB_HEADLESS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(CLONE), *filter(None, [env.get("PYTHONPATH")])])  # this very package
     env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = f"{MARK}${{rank}}{MARK}"
     if settings.get("use_cpu"):
         env |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}  # torch.load cannot resume on its cpu:0

@@ -208,7 +208,11 @@ def _plan(head, numerics, n, sequences, chunk_tokens, memory_budget):
         used = torch.cuda.memory_stats_as_nested_dict(device)
         free = used["reserved_bytes"]["all"]["current"] - used["allocated_bytes"]["all"]["current"]
         if problem.peak(plan) > free:  # then only is the driver asked, which takes longer
-            plan = choose(problem, chunk_tokens, None, free + torch.cuda.mem_get_info(device)[0])
+            there, total = torch.cuda.mem_get_info(device)
+            allowed = (
+                total * torch.cuda.get_per_process_memory_fraction(device) - used["reserved_bytes"]["all"]["current"]
+            )
+            plan = choose(problem, chunk_tokens, None, int(free + min(there, allowed)))
     return plan
 
 

@@ -2,7 +2,8 @@
 
 ``predict_loss_bytes`` is the derivation of notebook 01 as code; ``measure_peak`` checks it. Left out: the model's body,
 the optimiser, and what a BLAS library keeps for itself. On Linux and on CUDA a peak is exact to about a megabyte;
-elsewhere the process's memory is sampled, so a peak shorter than a few milliseconds can be missed.
+elsewhere the process's memory is sampled, so a peak shorter than a few milliseconds can be missed. ``largest_batch``
+searches for the largest batch that fits; ``bench_batch.py`` has the trials of whole training steps.
 """
 
 import ctypes
@@ -84,6 +85,53 @@ def measure_peak(fn, device="cpu"):
         before = _status_bytes("VmRSS")
         result = fn()
         return result, max(0, _status_bytes("VmHWM") - before)
+
+
+def largest_batch(trial, limit, peaks=None, first=4):
+    """``(fits, fails)``: the largest batch that was seen to fit and the smallest that was seen not to, about a
+    thirty-second part of it apart; fits is 0 where not even 1 does.
+
+    ``trial(batch)`` returns its peak in bytes, or None where it did not fit within ``limit`` bytes. A peak grows with
+    the batch along a straight line, so that two small batches tell where the limit lies, and trials there and one step
+    above settle it: four or five trials in place of the ten and more of doubling and bisection, which step in where the
+    line is wrong. ``peaks``: batches and their peaks that are known already, under another limit for example; new ones
+    are added.
+    """
+    peaks = {} if peaks is None else peaks
+    low, high, stride = 0, None, 0
+    while True:
+        aim = _where_the_line_meets(limit, peaks)
+        grain = 1 << max(0, ((aim or low) // 32).bit_length() - 1)
+        if high is not None and high - low <= grain:
+            return low, high
+        aim = aim and aim // grain * grain
+        if aim is not None and low < aim < (high or aim + 1):
+            batch = aim
+        elif high is None and aim is None:
+            batch = 4 * low or first
+        elif high is None:  # beyond the line: further and further
+            stride = 2 * stride or grain
+            batch = low + stride
+        else:
+            stride = 2 * stride or grain
+            batch = max(high - stride, (low + high) // 2)
+        peak = trial(batch)
+        if peak is None:
+            stride = stride if high is not None else 0
+            high = batch
+        else:
+            stride = stride if high is None else 0
+            low = batch
+            peaks[batch] = peak
+
+
+def _where_the_line_meets(limit, peaks):
+    """The batch at which the line through the peaks of the two largest known batches reaches ``limit``, or None."""
+    known = sorted(peaks)[-2:]
+    if len(known) < 2 or peaks[known[1]] <= peaks[known[0]]:
+        return None
+    slope = (peaks[known[1]] - peaks[known[0]]) / (known[1] - known[0])
+    return max(0, int(known[1] + (limit - peaks[known[1]]) / slope))
 
 
 def _status_bytes(name):

@@ -304,7 +304,7 @@ def test_a_sweep_that_is_stopped_leaves_what_it_has_measured(small, tmp_path, mo
     [
         (["--tables", "heads"], "--tables: 'heads' is none of head, zero"),
         (["--providers", "Liger", "chunk"], "--providers: 'chunk' is none of bare GEMMs"),
-        (["--models", "Qwen3-8B"], "--models: 'Qwen3-8B' is none of Qwen3-0.6B"),
+        (["--models", "Qwen3-9B"], "--models: 'Qwen3-9B' is none of Qwen3-0.6B"),
         (["--dtypes", "int8"], "--dtypes: 'int8' is none of bfloat16"),
         (["--repeats", "0"], "--repeats: 0, expected 1 or more"),
     ],

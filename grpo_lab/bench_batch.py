@@ -1,0 +1,259 @@
+"""The largest batch a process can train, of Qwen3's shapes with random weights, by who computes the loss.
+
+``bench.py`` calls this as the table ``batch``. For each model ``launch`` starts processes that search for all providers
+and card sizes (``memory.largest_batch``): a trial builds the model, shards it as accelerate's config file says, and
+takes two whole optimiser steps, since the first makes the optimiser's state and leaves holes in the heap. A card is
+emulated: the allocator may take what such a card has, less what lies outside it here (CUDA's context, NCCL). On a CPU
+nothing is capped: a trial fits if the peak that it measures does.
+
+An error in the middle of a step can leave ranks waiting for each other, or memory that nobody finds again. So the ranks
+compare notes after each trial, apart from NCCL; where they differ, or memory is missing, the processes end and new ones
+go on from the journal. All other trials share a process, since its start takes longer than most of them.
+"""
+
+import gc
+import json
+import math
+import os
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo_lab.bench import what_failed
+from grpo_lab.bench_step import COMMON, MODELS, STEP_PROVIDERS, TINY, head_loss
+from grpo_lab.head import score_in_forward
+from grpo_lab.launch import LaunchError, launch
+from grpo_lab.memory import largest_batch, measure_peak
+from grpo_lab.runs import read_json, write_json
+
+MODELS = MODELS | {
+    "Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+                     tie_word_embeddings=False),
+}  # fmt: skip
+# GiB that CUDA reports of an RTX 4090, an A100 of 40 GB and one of 80 GB.
+CARDS = {24: 23.6, 40: 39.4, 80: 79.1}
+LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
+PATIENCE = timedelta(seconds=90)  # with a rank that is still in a trial when another has ended its own
+
+
+def batch_tables(device, models, tunings, dtypes, cards, config, processes, providers=None, seed=0):
+    """A list of rows, one per provider and card, for each model, tuning ("lora": rank 16 on all linear layers, or
+    "full") and dtype. On a CPU one tiny model stands for all.
+
+    largest_batch and failing_batch: sequences of a process that fit, and the fewest seen not to; peak_mib, ms: of a
+    process and of a step with the largest batch; fixed_mib, mib_per_sequence: the line through the peaks.
+    """
+    names = [name for name in STEP_PROVIDERS if name in (providers or STEP_PROVIDERS)]
+    for model in models if device.type == "cuda" else ["tiny"]:
+        for tuning in tunings:
+            for dtype in dtypes:
+                size = (COMMON | MODELS[model]) if model in MODELS else TINY
+                spec = dict(model=model, size=size, tuning=tuning, dtype=dtype, seed=seed, lengths=LENGTHS[device.type],
+                            cells=[(name, card) for card in cards for name in names])  # fmt: skip
+                rows = launched(spec, config, processes)
+                yield from ([row for row in rows if row["card_gb"] == card] for card in cards)
+
+
+def launched(spec, config, processes):
+    """The rows of ``spec``'s cells, searched for by launched processes; ends when each has a row."""
+    with tempfile.TemporaryDirectory(prefix="grpo_lab-batch-") as folder:
+        folder = Path(folder)
+        write_json(folder / "spec.json", spec)
+        script, journal = folder / "trials.py", folder / "journal.jsonl"
+        script.write_text(f"from grpo_lab.bench_batch import search\nsearch({str(folder)!r})\n")
+        journal.touch()
+        precision = "bf16" if spec["dtype"] == "bfloat16" else "no"
+        note = ""
+        while True:
+            before = journal.stat().st_size
+            try:
+                launch(script, config=config, processes=processes, options=("--mixed_precision", precision))
+            except LaunchError as error:
+                note = next((line for line in reversed(error.lines) if line), "").strip()
+                print(f"  {str(error).splitlines()[0]} {note}", flush=True)
+            entries = [json.loads(line) for line in journal.read_text().splitlines()]
+            rows = [entry["row"] for entry in entries if "row" in entry]
+            if len(rows) == len(spec["cells"]):
+                return rows
+            if entries and "began" in entries[-1]:  # the processes died of this trial
+                with journal.open("a") as file:
+                    file.write(json.dumps({"trial": entries[-1]["began"], "outcome": {"died": note}}) + "\n")
+            elif journal.stat().st_size == before:  # they do not even begin
+                done = [(row["provider"], row["card_gb"]) for row in rows]
+                return rows + [_row(spec, *cell, note=note) for cell in spec["cells"] if tuple(cell) not in done]
+
+
+def _row(spec, provider, card, **found):
+    prompt, completion = spec["lengths"]
+    about = dict(model=spec["model"], tuning=spec["tuning"], dtype=spec["dtype"], checkpointing=True, card_gb=card,
+                 prompt=prompt, completion=completion, processes=None, provider=provider)  # fmt: skip
+    nothing = dict(largest_batch=None, failing_batch=None, peak_mib=None, ms=None, fixed_mib=None,
+                   mib_per_sequence=None, note="")  # fmt: skip
+    return about | nothing | found
+
+
+def search(folder):
+    """What the launched processes run: the cells of ``folder/spec.json`` that its journal has no row of."""
+    from accelerate import Accelerator
+
+    folder = Path(folder)
+    spec, entries = read_json(folder / "spec.json"), []
+    for line in (folder / "journal.jsonl").read_text().splitlines():
+        entries.append(json.loads(line))
+    outcomes = {tuple(entry["trial"]): entry["outcome"] for entry in entries if "trial" in entry}
+    done = [(entry["row"]["provider"], entry["row"]["card_gb"]) for entry in entries if "row" in entry]
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()  # NCCL takes its memory now, before that of the cards is reckoned
+    group = dist.new_group(backend="gloo", timeout=PATIENCE) if accelerator.num_processes > 1 else None
+
+    def note(**entry):
+        if accelerator.is_main_process:
+            with (folder / "journal.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    lines = {}  # of each provider: the peaks of the batches that fitted, on any card
+    for provider, card in spec["cells"]:
+        if (provider, card) in done:
+            continue
+        if provider not in lines and accelerator.device.type == "cpu":  # what libraries keep at first use is no peak
+            _trial(accelerator, spec, provider, math.inf, 1)
+        last = {}
+
+        def trial(batch, provider=provider, card=card, last=last):
+            key = (provider, card, batch)
+            if key not in outcomes:
+                note(began=key)
+                outcomes[key] = _agreed(_trial(accelerator, spec, *key), group)
+                note(trial=key, outcome=outcomes[key])
+                if accelerator.is_main_process:
+                    print(f"  {provider}, {card} GB, batch {batch}: {_said(outcomes[key])}", flush=True)
+                if outcomes[key]["spoilt"]:
+                    time.sleep(1.0)  # until every rank has heard of it
+                    os._exit(0)  # new processes go on from here; NCCL would wait for ranks that do not come
+            last.update({batch: outcomes[key]})
+            if "failed" in outcomes[key]:
+                raise RuntimeError(outcomes[key]["failed"])
+            return outcomes[key].get("peak")
+
+        found = {"processes": accelerator.num_processes}
+        peaks = lines.setdefault(provider, {})
+        try:
+            fits, fails = largest_batch(trial, _card_bytes(card), peaks)
+            found |= dict(largest_batch=fits, failing_batch=fails)
+            died = last.get(fails, {}).get("died")
+            found["note"] = f"{fails}: {died}" if died else ""
+            if fits:
+                found |= dict(peak_mib=last[fits]["peak"] / 2**20, ms=last[fits]["ms"])
+        except RuntimeError as error:  # no lack of memory: the row says what, and the others go on
+            found["note"] = str(error)
+        if len(peaks) > 1:
+            low, high = min(peaks), max(peaks)
+            slope = (peaks[high] - peaks[low]) / (high - low) / 2**20
+            found |= dict(mib_per_sequence=slope, fixed_mib=peaks[low] / 2**20 - slope * low)
+        note(row=_row(spec, provider, card, **found))
+
+
+def _said(outcome):
+    if "peak" in outcome:
+        return f"fits, {outcome['peak'] / 2**30:.2f} GiB, {outcome['ms'] / 1e3:.2f} s a step"
+    return outcome.get("failed", "does not fit")
+
+
+def _card_bytes(card):
+    return CARDS.get(card, card) * 2**30
+
+
+def _agreed(outcome, group):
+    """One outcome for all ranks: the largest peak and time, or that of the first rank where it did not fit. "spoilt":
+    the processes must not go on."""
+    every = [outcome]
+    if group is not None:
+        every = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, outcome, group=group)
+    bad = [o for o in every if "peak" not in o]
+    spoilt = 0 < len(bad) < len(every) or any(o.get("spoilt") for o in every)
+    agreed = bad[0] if bad else {key: max(o[key] for o in every) for key in ("peak", "ms")}
+    return agreed | {"spoilt": spoilt}
+
+
+def _trial(accelerator, spec, provider, card, batch):
+    """``{"peak": bytes, "ms": of the second step}``; without them where it did not fit, with "failed" where another
+    error came; "spoilt" where memory is still taken after it."""
+    device, outcome = accelerator.device, {}
+    try:
+        outcome = _two_steps(accelerator, spec, provider, card, batch)
+    except Exception as error:  # noqa: BLE001  of whatever kind: the ranks compare notes on it
+        if "out of memory" not in (said := what_failed(error)):
+            outcome = {"failed": said}
+    accelerator.free_memory()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        outcome["spoilt"] = torch.cuda.memory_allocated(device) > 256 << 20
+    return outcome
+
+
+def _two_steps(accelerator, spec, provider, card, batch):
+    device, limit = accelerator.device, _card_bytes(card)
+    model, optimiser = _prepared(accelerator, spec)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - outside) / total), device)
+        standing = torch.cuda.memory_allocated(device)
+    else:
+        standing = sum(p.nbytes for p in model.parameters())
+    prompt, completion = spec["lengths"]
+    generator = torch.Generator(device).manual_seed(spec["seed"])
+    ids = torch.randint(spec["size"]["vocab_size"], (batch, prompt + completion), generator=generator, device=device)
+    advantages = torch.randn(batch, generator=generator, device=device)
+    mask = torch.zeros_like(ids)
+    mask[:, prompt - 1 : -1] = 1
+
+    def step():
+        began = time.perf_counter()
+        output = model(
+            input_ids=ids,
+            score=lambda hidden, head: dict(
+                loss=head_loss(provider, hidden, head.weight, ids, mask, advantages, prompt)
+            ),
+        )
+        accelerator.backward(output.loss)
+        optimiser.step()
+        optimiser.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) * 1e3
+
+    ms, peak = measure_peak(lambda: [step(), step()][1], device)
+    peak += standing
+    return {"peak": peak, "ms": ms} if device.type == "cuda" or peak <= limit else {}
+
+
+def _prepared(accelerator, spec):
+    """Model and AdamW as the trainer has them: built whole on the device, which takes a second, then sharded."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(spec["seed"])
+    config = Qwen3Config(**{"tie_word_embeddings": True} | spec["size"])
+    with accelerator.device:
+        base = model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, spec["dtype"]))
+    if spec["tuning"] == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+        model.enable_input_require_grads()
+    base.gradient_checkpointing_enable()
+    score_in_forward(base)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=1e-6, fused=accelerator.device.type == "cuda")
+    return accelerator.prepare(model.train(), optimiser)
