@@ -71,6 +71,7 @@ def launch(script, *arguments, config, processes=None, options=()):
     ddp_8, fsdp_2, fsdp_8, fsdp_nodes, zero3_2, zero3_8), or the path of one; processes: in place of the file's number;
     options: more options of ``accelerate launch``, such as ("--machine_rank", 1).
 
+    Progress (bars, and lines as ``step 3/20 ...``) is drawn in place, or shown every five seconds where nobody watches.
     Raises ValueError for a config that is not there or asks for more GPUs than there are, and LaunchError when the
     script fails. Warns of GPU memory that this process holds and the children need.
     """

@@ -253,12 +253,14 @@ def test_a_killed_rank_is_named_and_the_same_launch_ends_as_an_unbroken_one(tmp_
     out = capsys.readouterr().out
     assert "2 processes, from None" in out and f"2 processes, from {folder}/checkpoint-4" in out
     assert "step 6/6  loss" in out, "progress is shown"
+    assert "in a group at the end: False" in out, "a script need not know that gloo might abort it"
     assert curves(folder) == curves(unbroken) and [row["step"] for row in curves(folder)] == [1, 2, 3, 4, 5, 6]
     weights, expected = (load_file(path / "policy" / "model.safetensors") for path in (folder, unbroken))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert json.loads((folder / "receipt.json").read_text())["passed"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch would take the GPUs for FSDP")
 def test_fsdp_2_of_the_shipped_file_trains_resumes_and_has_its_reference_model(tmp_path, monkeypatch, unbroken):
     monkeypatch.setattr(module, "_check_gpus", lambda *_: None)
     for steps in (2, 3):  # the second from checkpoint-2
@@ -268,3 +270,23 @@ def test_fsdp_2_of_the_shipped_file_trains_resumes_and_has_its_reference_model(t
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row, other in zip(rows, expected):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_that_uses_its_gpu_is_warned_and_the_launch_works_all_the_same(tmp_path, capsys):
+    held = torch.zeros(1 << 28, device="cuda")  # 1 GiB
+    (tmp_path / "one.py").write_text("import torch; print('on', torch.zeros(1, device='cuda').device)")
+    with pytest.warns(UserWarning, match=r"this process holds 1\.\d GiB of GPU 0"):
+        launch(tmp_path / "one.py", config="gpu_1")
+    assert "on cuda:0" in capsys.readouterr().out and len(held)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("config", ["fsdp_2", "ddp_2"])
+def test_on_two_gpus_a_killed_rank_ends_all_within_a_minute_and_training_resumes(tmp_path, config):
+    with pytest.raises(LaunchError, match="rank 1 of 2 was killed by SIGKILL"):
+        launch(TRAINING, tmp_path, 6, "kill-5", config=config)
+    assert time.time() - read_metrics(tmp_path / "metrics.jsonl")[-1]["time"] < 60
+    launch(TRAINING, tmp_path, 6, config=config)
+    assert [row["step"] for row in curves(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert curves(tmp_path)[0]["kl"] < 1e-3 and (tmp_path / "policy" / "model.safetensors").exists()
