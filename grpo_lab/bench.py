@@ -10,8 +10,8 @@ alone. A provider that is missing, fails or runs out of memory is a row that say
     python -m grpo_lab bench --tables batch --cards 24,80 --out results     # on all GPUs, by accelerate's launcher
 
 Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
-sequences), wide (larger hidden sizes), peaked (a confident policy: the errors), frontier (time against memory), step,
-batch (the largest that trains; only when it is asked for).
+sequences), off_policy (ratios against given log-probs, as with vLLM), wide (larger hidden sizes), peaked (a confident
+policy: the errors), frontier (time against memory), step, batch (the largest that trains; only when it is asked for).
 """
 
 import argparse
@@ -41,6 +41,7 @@ SHAPES = {
     "cuda": {
         "head": [QWEN3],
         "zero": [replace(QWEN3, zero_share=share) for share in (0.0, 0.3, 0.5, 0.6)],
+        "off_policy": [replace(QWEN3, off_policy=True)],
         "wide": [Shape(32, 1024, hidden, 151_936, 16_384) for hidden in (2560, 4096)],
         "peaked": [Shape(32, 1024, 1024, 151_936, 16_384, peaked=True)],
         "frontier": [QWEN3],
@@ -48,6 +49,7 @@ SHAPES = {
     "cpu": {
         "head": [TINY],
         "zero": [replace(TINY, zero_share=share) for share in (0.0, 0.5)],
+        "off_policy": [replace(TINY, off_policy=True)],
         "wide": [replace(TINY, hidden=256)],
         "peaked": [replace(TINY, peaked=True)],
         "frontier": [TINY],
@@ -56,10 +58,12 @@ SHAPES = {
 MEMBERS = {
     "head": [name for name in PROVIDERS if name != "chunked, fp32 logits"],
     "zero": [*FLOORS, "naive", *CHUNKED, "TRL"],
+    "off_policy": [*FLOORS, "naive", *CHUNKED, "TRL"],
     "wide": [*FLOORS, "naive", *CHUNKED, "TRL", "Apple CCE"],
     "peaked": [name for name in PROVIDERS if name != "Liger"],
     "frontier": [*FLOORS, "chunked", "TRL"],
 }
+OPTIONS = ("zero_share", "peaked", "off_policy")  # of a Shape: what is said only where it is set
 TILES = (2048, 4096, 8192, 16_384, 32_768, 65_536, 151_936)  # vocabulary entries of TRL's buffer
 
 
@@ -234,7 +238,7 @@ def elapsed(fn, device):
 def title(row):
     """What the rows of a cell have in common, in words."""
     names = [name for name in row if name in ("head", "model", "tuning", "card_gb", "checkpointing", *vars(TINY))]
-    return ", ".join(f"{name} {row[name]}" for name in names if row[name] or name not in ("zero_share", "peaked"))
+    return ", ".join(f"{name} {row[name]}" for name in names if row[name] or name not in OPTIONS)
 
 
 def print_rows(rows):
@@ -324,7 +328,7 @@ def main(argv=None):
             print_rows(cell)
             rows += [row | where for row in cell]
             if args.out:  # after each cell: a bench that is stopped leaves what it has measured
-                write_table(args.out / file_name(table, device), rows)
+                write_table(args.out / file_name(table, device, where["device"]), rows)
         print(f"{table}: {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

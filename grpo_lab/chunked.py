@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_lab.kernels import absorb, finish, logits_grad, normalise, resolve_backend, row_stats
+from grpo_lab.kernels import absorb, finish, logits_grad, resolve_backend, row_stats
 from grpo_lab.naive import naive_logps
-from grpo_lab.plan import Plan, bins
+from grpo_lab.plan import TOGETHER, Plan, bins
 from grpo_lab.workspace import Workspace, add_products, lies_in_rows
 
 
@@ -284,7 +284,7 @@ class Sweep:
             _, z, g, _ = work.tile(0)
             ids, state = self.ids[part], work.state[:, part]
             if beforehand:
-                row_stats(z, ids, state, grad=g, c=coefficients(part, None)[0] * work.gain, **logits)
+                row_stats(z, ids, state, grad=g, c=coefficients(part, None)[0], gain=work.gain, **logits)
             else:
                 row_stats(z, ids, state, **logits)
                 stats = finish(state)
@@ -296,26 +296,20 @@ class Sweep:
     def _learn_rows(self, work, coefficients, beforehand):
         """Statistics and dH by way of softmax numerators; if there are slices to come, their coefficients ``(N,)``,
         ``gain`` times too large."""
-        logits = self.numerics.logits
-        factor = logits["inv_t"] * logits["logit_scale"]
         all_c = torch.zeros_like(work.state[0])
-        for a, b, active in self.spans:
-            sums = self._logits_and_sums(work, a, b, active)
-            if not active:
-                continue
-            state = work.state[:, a:b]
-            c, _ = coefficients(slice(a, b), None if beforehand else finish(state))
+        active = [(a, b) for a, b, active in self.spans if active]
+        step = TOGETHER if self.plan.wide and not beforehand else 1
+        for group in (active[i : i + step] for i in range(0, len(active), step)):
+            sums = [self._logits_and_sums(work, a, b, True) for a, b in group]
+            part = slice(group[0][0], group[-1][1])
+            c, _ = coefficients(part, None if beforehand else finish(work.state[:, part]))
             if self.plan.slices:
-                all_c[a:b] = c * work.gain
-            log_norm, rest, *_ = normalise(state)
-            c = c * factor
-            of_own = c * rest
-            if logits["softcap"] is not None:
-                capped = state[3] / (logits["softcap"] * logits["inv_t"])
-                of_own = of_own * (1 - capped * capped)
-            of_sums = (-log_norm).exp() * c * (-1.0 / work.gain)
-            work.learn_rows(slice(a, b), sums, of_sums, of_own)
-        return all_c
+                all_c[part] = c
+            for a, b in group:  # popped, or they would stay beside those of the next group
+                work.learn_rows(slice(a, b), sums.pop(0), c[a - part.start : b - part.start])
+        for a, b, _ in self.spans[len(active) :]:
+            self._logits_and_sums(work, a, b, False)
+        return all_c.mul_(work.gain)
 
     def _logits_and_sums(self, work, a, b, active):
         """The statistics of a chunk go to ``work.state``; returns its ``sum(e W)`` where it is active."""

@@ -1,6 +1,7 @@
 """The command line: ``python -m grpo_lab run 06 -p seed 3 -f params.yaml`` executes a notebook into its run folder.
 
-``python -m grpo_lab bench`` measures loss heads side by side (``bench.py``).
+``python -m grpo_lab bench`` measures loss heads side by side (``bench.py``), ``doctor`` looks this machine over, and
+``clock`` times the notebooks.
 
 papermill does the executing, in the notebooks' folder as JupyterLab does; the folder is the one that ``open_run`` in
 the notebook names, so the same parameters again show a finished run and resume an interrupted one.
@@ -15,7 +16,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from grpo_lab.doctor import CLONE, explain_failure
+from grpo_lab.doctor import CLONE, examine, explain_failure
 from grpo_lab.runs import Run, executing, load_run, open_run, read_json, run_folder, set_aside
 
 
@@ -192,8 +193,18 @@ def main(argv=None):
     command.add_argument("--root", help="folder of the run folders (default: $GRPO_LAB_RUNS, else the clone's runs/)")
     command.add_argument("--fresh", action="store_true", help="set an earlier run of these parameters aside")
     commands.add_parser("bench", help="measure loss heads side by side (bench -h lists its options)")
+    commands.add_parser("doctor", help="what this machine has and lacks for the notebooks, each fault with its repair")
+    command = commands.add_parser("clock", help="measure time and memory of the notebooks for the README's ladder")
+    command.add_argument("numbers", nargs="*", help="00, 05, ... (default: those that have changed)")
+    arguments = parser.parse_args(argv)
     try:
-        return run(parser.parse_args(argv))
+        if arguments.command == "clock":
+            from grpo_lab import clock
+
+            return clock.main(arguments.numbers)
+        if arguments.command == "doctor":
+            return int(any(finding.level == "FAULT" for finding in examine()))
+        return run(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -61,8 +61,8 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 # Arguments that may be any number, or lie anywhere, without another compilation
 _VARYING = ("state_stride", "first")
 _UNALIGNED = (
-    "ids_ptr", "state_ptr", "sums_ptr", "sums2_ptr", "peak_ptr", "log_norm_ptr", "rest_ptr", "entropy_ptr", "c_ptr",
-    "bonus_ptr",
+    "ids_ptr", "at_ptr", "state_ptr", "sums_ptr", "sums2_ptr", "peak_ptr", "log_norm_ptr", "rest_ptr", "entropy_ptr",
+    "c_ptr", "bonus_ptr",
 )  # fmt: skip
 _compiled = {}
 
@@ -89,6 +89,21 @@ if triton is not None:
         rescale = tl.exp(peak - new_peak)
         dot = rescale * (dot + (peak - new_peak) * total) + tl.sum(e * shift, axis=0)
         return new_peak, total * rescale + tl.sum(e, axis=0), dot, e, rescale
+
+    @triton.jit
+    def _numerators(e, x, cap, gain, HAS_SOFTCAP: tl.constexpr):
+        if HAS_SOFTCAP:
+            t = x / cap
+            e = tl.where(e > 0, e * (1 - t * t), 0.0)
+        return e * gain
+
+    @triton.jit
+    def _normalise(peak, total, target):
+        """``log_norm`` and ``rest`` of RowStats."""
+        log_total = tl.log(total)
+        gap = target - peak
+        log_norm = tl.maximum(log_total, gap) + tl.log(1 + tl.exp(-tl.abs(log_total - gap)))
+        return log_norm, tl.sigmoid(log_total - gap)
 
     @triton.jit
     def _rescale_row(ptr, factor, H, BLOCK: tl.constexpr):
@@ -121,10 +136,8 @@ if triton is not None:
         tl.store(state_ptr + state_stride, total)
         tl.store(state_ptr + 2 * state_stride, dot)
         if NUMERATORS:
-            if HAS_SOFTCAP:
-                t = x / cap
-                e = tl.where(e > 0, e * (1 - t * t), 0.0)
-            tl.store(e_ptr + row * e_stride + cols, (e * gain).to(e_ptr.dtype.element_ty), mask=cols < width)
+            e = _numerators(e, x, cap, gain, HAS_SOFTCAP)
+            tl.store(e_ptr + row * e_stride + cols, e.to(e_ptr.dtype.element_ty), mask=cols < width)
             if (new_peak != peak) & (first > 0):
                 _rescale_row(sums_ptr + row * H, rescale, H, 1024)
                 _rescale_row(sums2_ptr + row * H2, rescale, H2, 1024)
@@ -149,10 +162,8 @@ if triton is not None:
             x = tl.where(cols == at, -float("inf"), x)
             new_peak, total, dot, e, rescale = _absorb_block(x, peak, total, dot, SLACK)
             if NUMERATORS:
-                if HAS_SOFTCAP:
-                    t = x / cap
-                    e = tl.where(e > 0, e * (1 - t * t), 0.0)
-                tl.store(g_ptr + row * g_stride + cols, (e * gain).to(g_ptr.dtype.element_ty), mask=cols < V)
+                e = _numerators(e, x, cap, gain, HAS_SOFTCAP)
+                tl.store(g_ptr + row * g_stride + cols, e.to(g_ptr.dtype.element_ty), mask=cols < V)
                 if (new_peak != peak) & (first > 0):
                     tl.debug_barrier()  # other threads wrote what is read here
                     _rescale_row(g_ptr + row * g_stride, rescale, first, BLOCK)
@@ -163,11 +174,9 @@ if triton is not None:
         tl.store(state_ptr + 2 * state_stride, dot)
         tl.store(state_ptr + 3 * state_stride, target)
         if GRAD:
-            log_total = tl.log(total)
-            gap = target - peak
-            log_norm = tl.maximum(log_total, gap) + tl.log(1 + tl.exp(-tl.abs(log_total - gap)))
-            c = tl.load(c_ptr + row) * scale
-            of_target = c * tl.sigmoid(log_total - gap)
+            log_norm, rest = _normalise(peak, total, target)
+            c = tl.load(c_ptr + row) * scale * gain
+            of_target = c * rest
             of_others = -c * tl.exp(-log_norm)
             for back in range(0, V, BLOCK):  # what was read last is what the cache still has
                 cols = (V - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
@@ -203,17 +212,23 @@ if triton is not None:
             grad = tl.where(e > 0, grad * (1 - t * t), grad)
         tl.store(g_ptr + row * g_stride + cols, grad.to(g_ptr.dtype.element_ty), mask=cols < width)
 
-    @triton.jit(do_not_specialize_on_alignment=("at_ptr", "ids_ptr", "scale_ptr", "own_ptr"))
+    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
     def _put_rows_kernel(
-        x_ptr, x_stride, out_ptr, out_stride, at_ptr, scale_ptr, weight_ptr, weight_stride, ids_ptr, own_ptr, H,
-        OWN: tl.constexpr, BLOCK: tl.constexpr,
+        x_ptr, x_stride, out_ptr, out_stride, at_ptr, state_ptr, state_stride, c_ptr, weight_ptr, weight_stride,
+        ids_ptr, H, gain, scale, cap, NUMERATORS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < H).to(tl.float32) * tl.load(scale_ptr + row)
-        if OWN:
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < H).to(tl.float32) / gain
+        if NUMERATORS:
+            state_ptr += row
+            target = tl.load(state_ptr + 3 * state_stride)
+            log_norm, rest = _normalise(tl.load(state_ptr), tl.load(state_ptr + state_stride), target)
+            if HAS_SOFTCAP:
+                t = target / cap
+                rest *= 1 - t * t
             weight = tl.load(weight_ptr + tl.load(ids_ptr + row) * weight_stride + cols, mask=cols < H).to(tl.float32)
-            x += weight * tl.load(own_ptr + row)
+            x = tl.load(c_ptr + row) * scale * (rest * weight - tl.exp(-log_norm) * x)
         out = out_ptr + tl.load(at_ptr + row) * out_stride + cols
         tl.store(out, x.to(out_ptr.dtype.element_ty), mask=cols < H)
 
@@ -335,8 +350,8 @@ def row_stats(
     backend="torch",
 ):  # fmt: skip
     """``absorb`` over all of ``z`` ``(R, V)``, into a new ``state`` ``(4, R)``. With ``grad`` ``(R, V)``, which may be
-    z itself, ``logits_grad`` too, for a ``c`` ``(R,)`` that does not depend on the logits; with ``numerators`` instead,
-    likewise, ``gain`` times the softmax's numerators, all relative to the row's last peak."""
+    z itself, ``gain`` times ``logits_grad`` too, for a ``c`` ``(R,)`` that does not depend on the logits; with
+    ``numerators`` instead, likewise, ``gain`` times the softmax's numerators, all relative to the row's last peak."""
     if not len(z):
         return
     if backend == "triton":
@@ -352,21 +367,36 @@ def row_stats(
         earlier = [] if numerators is None else [numerators[:, :first]]
         absorb(z[:, first : first + SLICE], ids, first, state, out, earlier, gain, **logits)
     if grad is not None:
-        logits_grad(z, grad, ids, 0, finish(state), c, **logits)
+        logits_grad(z, grad, ids, 0, finish(state), c * gain, **logits)
 
 
-def put_rows(x, out, at, scale, own=None, weight=None, ids=None, *, backend="torch"):
-    """``out[at] = scale * x + own * weight[ids]``, rounded once: ``x`` ``(R, H)``, ``out`` ``(M, H)`` with distinct
-    rows ``at``, ``scale`` and ``own`` ``(R,)``; without the second term if ``own`` is None."""
+def put_rows(
+    x, out, at, gain=1.0, numerators_of=None, *, logit_scale=1.0, softcap=None, inv_t=1.0, backend="torch"
+):  # fmt: skip
+    """``out[at] = x / gain``, rounded once: ``x`` ``(R, H)``, ``out`` ``(M, H)`` with distinct rows ``at``.
+
+    With ``numerators_of = (state, c, weight, ids)`` x is ``numerators @ weight``, and what is put is ``c`` ``(R,)``
+    times the derivative of the log-prob of ``ids`` by the head's input.
+    """
     if not len(x):
         return
     if backend == "triton":
-        if own is None:
-            weight, ids = x, at
-        elif weight.stride(1) != 1 or weight.data_ptr() % 16:  # the kernel reads rows that are aligned and dense
+        state, c, weight, ids = numerators_of or (x, x, x, at)
+        dense = numerators_of is None or weight.stride(1) == 1 and weight.data_ptr() % 16 == 0
+        if not dense:  # the kernel reads rows that are aligned and dense
             weight, ids = weight[ids].contiguous(), torch.arange(len(ids), device=ids.device)
-        args = at, scale, weight, weight.stride(0), ids, scale if own is None else own, x.shape[1]
-        grid = len(x), -(-x.shape[1] // 1024), 1
-        _launch(_put_rows_kernel, grid, x, out, args, (own is not None, 1024), 4)
+        numbers, (_, has_softcap) = _logit_args(logit_scale, softcap, inv_t)
+        args = at, state, state.stride(0), c, weight, weight.stride(0), ids, x.shape[1], float(gain), *numbers
+        constants = numerators_of is not None, has_softcap, 1024
+        _launch(_put_rows_kernel, (len(x), -(-x.shape[1] // 1024), 1), x, out, args, constants, 4)
         return
+    scale, own, weight, ids = x.new_full((len(x),), 1.0 / gain), None, None, None
+    if numerators_of is not None:
+        state, c, weight, ids = numerators_of
+        log_norm, rest, *_ = normalise(state)
+        c = c * (logit_scale * inv_t)
+        scale, own = (-log_norm).exp() * c * (-1.0 / gain), c * rest
+        if softcap is not None:
+            capped = state[3] / (softcap * inv_t)
+            own = own * (1 - capped * capped)
     twins.put_rows(x, out, at, scale, own, weight, ids)

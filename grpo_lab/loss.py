@@ -11,7 +11,7 @@ import torch
 
 from grpo_lab import chunked
 from grpo_lab.objective import Objective, Stats, Tokens, report
-from grpo_lab.plan import Problem, choose
+from grpo_lab.plan import Plan, Problem, choose
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -57,9 +57,9 @@ def grpo_loss(
         num_items: tokens that dapo, cispo and vespo divide by (None: those scored here).
         softcap, logit_scale: a logit is ``softcap * tanh(logit_scale * z / softcap)``, divided by the temperature.
         impl: "chunked" ("auto" means it) or "naive". backend: who runs the row kernels, "torch", "triton" or "auto".
-        chunk_tokens: rows of the logits buffer, or "auto". memory_budget: bytes that the call may use at its peak
+        chunk_tokens: rows of a chunk's logits buffer, or "auto". memory_budget: bytes that the call may use at its peak
             beyond its inputs, gradients included; "low" asks for little at some cost of time; None: the fastest way
-            that fits the device. logits_fp32: keep a chunk's logits in fp32.
+            that fits the device. impl="naive" has neither. logits_fp32: keep logits in fp32.
         gather: collects ``(n,)`` entropies from all ranks where ``top_entropy_quantile`` is to span them.
 
     Returns:
@@ -95,7 +95,10 @@ def grpo_loss(
     lengths, actives = _scan(token_ids, scored, active, weight.shape[0])
     coupling = objective.coupling(on_policy=old_logps is None and sampling_logps is None)
     sequences = tuple(zip(lengths, (n > 0 for n in actives), strict=True)) if coupling == "sequence" else None
-    plan = _plan(head, numerics, sum(lengths), sequences, chunk_tokens, memory_budget)
+    n = sum(lengths)
+    whole = Plan(max(n, 1), wide=True)
+    known = coupling in ("nothing", "batch")  # nothing to find out chunk by chunk
+    plan = whole if impl == "naive" else _plan(head, numerics, n, sequences, known, chunk_tokens, memory_budget)
     # Ratios and KL can overflow fp16: two phases scale by the coefficients that they have found
     may_overflow = numerics.dtype == torch.float16 and head.trained and coupling != "nothing"
     in_one_pass = (
@@ -107,7 +110,7 @@ def grpo_loss(
     if in_one_pass and coupling == "sequence":
         position, spans = chunked.whole_sequences(scored, sequences, plan.C)
     else:
-        position, spans = chunked.packed(scored, active, sum(lengths), sum(actives), plan.C)
+        position, spans = chunked.packed(scored, active, n, sum(actives), plan.C)
 
     ids = token_ids.reshape(-1)[position].long()
 
@@ -176,7 +179,7 @@ def token_logps(
     n = sum(_scan(token_ids, scored, scored, weight.shape[0])[0])
     if impl == "naive":
         return numerics.naive(head, token_ids.long(), scored, True)
-    plan = _plan(head, numerics, n, None, chunk_tokens, memory_budget)
+    plan = _plan(head, numerics, n, None, True, chunk_tokens, memory_budget)
     position, spans = chunked.packed(scored, scored, n, n, plan.C)
     sweep = chunked.Sweep(numerics, plan, position, token_ids.reshape(-1)[position].long(), spans)
     return tuple(
@@ -196,12 +199,12 @@ def _scan(token_ids, scored, active, vocab):
     return counts[0], counts[1]
 
 
-def _plan(head, numerics, n, sequences, chunk_tokens, memory_budget):
+def _plan(head, numerics, n, sequences, known, chunk_tokens, memory_budget):
     device, dtype = head.hidden.device, numerics.dtype
     problem = Problem(
         *head.hidden.shape[:2], n, head.hidden.shape[2], len(head.weight), dtype.itemsize,
         numerics.logits_dtype.itemsize, head.trained, device.type, sequences, head.hidden.dtype.itemsize,
-        head.trained_itemsize, head.copied(numerics),
+        head.trained_itemsize, head.copied(numerics), known,
     )  # fmt: skip
     plan = choose(problem, chunk_tokens, memory_budget)
     if device.type == "cuda" and memory_budget is None:

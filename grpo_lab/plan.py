@@ -19,6 +19,8 @@ _NARROW = {8192: 1.2, 4096: 1.25, 2048: 1.3, 1536: 1.35, 1024: 1.4, 512: 1.5, 25
 _SLICES = {8192: 1.1, 4096: 1.15, 1024: 1.4, 256: 1.7, 64: 3.0}  # dW alone
 _UNEVEN = 1.06
 _CALL, _TILE = 5000.0, 130.0  # microseconds of the host for a call, and for the launches of a tile
+_OBJECTIVE = 1500.0  # for the many small launches of an objective whose coefficients depend on log-probs
+TOGETHER = 4  # wide chunks whose sums of numerators wait for such coefficients, to pay for them once
 _CPU_BYTES = 32 << 20  # of the buffer on a CPU: larger ones leave its cache
 _CPU_SIZES = (4096, 1024, 256, 64, 16)
 
@@ -33,7 +35,8 @@ class Problem(NamedTuple):
     """What a plan depends on: ``scored`` N tokens of ``batch`` x ``length`` positions, bytes of an element of the
     gradients' dtype and of the logits, how many columns of the head train (H, an adapter's r, or 0); ``sequences``,
     ``(tokens, has a gradient)`` of each, where a coefficient depends on the whole sequence; bytes of an element of the
-    hidden states and of the head where they differ from the products', and ``copied`` of inputs that are copied."""
+    hidden states and of the head where they differ from the products', and ``copied`` of inputs that are copied;
+    ``known``: no coefficients that wait for the log-probs of their own chunk."""
 
     batch: int
     length: int
@@ -48,6 +51,7 @@ class Problem(NamedTuple):
     hidden_itemsize: int | None = None
     head_itemsize: int | None = None
     copied: int = 0
+    known: bool = True
 
     @property
     def trains(self) -> bool:
@@ -64,14 +68,15 @@ class Problem(NamedTuple):
         always = kept | ({"inputs in another dtype or as rows": self.copied} if self.copied else {})
 
         def sweep(C, columns, weight, rows):
-            name = f"(C, {'V' if columns == V else columns})"
+            tile = f"(C, {'V' if columns == V else columns})"
             chunk = {
-                f"chunk of logits, then of their gradient {name}": C * -(-columns * self.logits_itemsize // 128) * 128,
+                f"chunk of logits, then of their gradient {tile}": C * -(-columns * self.logits_itemsize // 128) * 128,
                 "states of the chunk (C, H)": C * H * s,
             }
             if self.logits_itemsize != s:
-                chunk[f"gradient of fp32 logits {name}"] = C * -(-columns * s // 128) * 128
-            rows = {"dH of the chunk in fp32 (C, H)": C * H * wide_s} if rows else {}
+                chunk[f"gradient of fp32 logits {tile}"] = C * -(-columns * s // 128) * 128
+            name = "dH of the chunk in fp32 (C, H)" if rows == 1 else f"dH of {rows} chunks in fp32 ({rows}, C, H)"
+            rows = {name: rows * C * H * wide_s} if rows else {}
             moments = [always | chunk | rows | weight]
             if self.device == "cpu":
                 elements = min(C * columns, twins.ELEMENTS)
@@ -81,7 +86,7 @@ class Problem(NamedTuple):
                 names = [*weight] if N >= 2 * C or rows and N > C else [] if rows else [*weight][:1]
                 moments.append(always | chunk | rows | twin | {name: weight[name] for name in names})
                 if s < 4:
-                    widened = {f"factors of a product in fp32, {name} and ({name[4:-1]}, H)": 4 * columns * (C + H)}
+                    widened = {f"factors of a product in fp32, {tile} and ({tile[4:-1]}, H)": 4 * columns * (C + H)}
                     moments.append(always | chunk | rows | weight | widened)
             return moments
 
@@ -89,11 +94,12 @@ class Problem(NamedTuple):
         K = self.trained
         total = {"dW (V, H)": V * K * s} if one_chunk else {"dW in fp32 (V, H)": V * K * wide_s}
         columns = V if plan.wide else min(V, kernels.SLICE)
-        moments = sweep(plan.C, columns, total if self.in_place(plan) else {}, rows=True)
+        together = max(1, min(self._together(plan), -(-N // plan.C)))
+        moments = sweep(plan.C, columns, total if self.in_place(plan) else {}, together)
         if plan.slices:
             columns = min(V, kernels.SLICE)
             weight = {"dW (V, H)": V * K * head_s, f"slice of dW in fp32 ({columns}, H)": columns * K * wide_s}
-            moments += sweep(plan.slices, columns, weight, rows=False)
+            moments += sweep(plan.slices, columns, weight, rows=0)
         elif self.trains and head_s != (s if one_chunk else wide_s):
             moments.append(kept | total | {"dW in the head's dtype (V, H)": V * K * head_s})
         return max(moments, key=lambda moment: sum(moment.values()))
@@ -101,6 +107,9 @@ class Problem(NamedTuple):
     def in_place(self, plan: Plan) -> bool:
         """Whether rows of logits become their gradient, for dW to be added up."""
         return self.trains and not plan.slices
+
+    def _together(self, plan: Plan) -> int:
+        return 1 if self.known or self.in_place(plan) or not plan.wide else TOGETHER
 
     def peak(self, plan: Plan) -> int:
         return sum(self.memory(plan).values())
@@ -124,7 +133,8 @@ class Problem(NamedTuple):
             rate += _rate(_SLICES, plan.slices)
             tiles += -(-self.scored // plan.slices) * -(-self.vocab // kernels.SLICE)
         on_gpu = rows * phases * rate * self.hidden * self.vocab / (1024 * 151_936)
-        return max(on_gpu, _CALL + _TILE * tiles)
+        objectives = 0 if self.known else -(-chunks // self._together(plan))
+        return max(on_gpu, _CALL + _TILE * tiles + _OBJECTIVE * objectives)
 
 
 def _rate(rates, C):

@@ -1,8 +1,8 @@
 """Who computes the loss in a benchmark, and on what: loss heads behind one signature, floors, and random inputs.
 
-A provider takes ``(hidden, weight, token_ids, mask, advantages)`` as ``grpo_loss`` does and returns the on-policy dapo
-loss, temperature 1. Providers that only give log-probs get that loss on top. Packages are imported when a provider
-runs: one that is not installed raises ImportError then, and ``bench.py`` makes a row of it.
+A provider takes ``(hidden, weight, token_ids, mask, advantages)`` as ``grpo_loss`` does, and ``old_logps`` where there
+are some, and returns the dapo loss, temperature 1. Providers that only give log-probs get that loss on top. Packages
+are imported when a provider runs: of one that is not installed, the ImportError becomes a row in ``bench.py``.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_lab.loss import grpo_loss
+from grpo_lab.loss import grpo_loss, token_logps
 
 GROUP = 4  # completions of one prompt: what shares of zero-advantage sequences are rounded to
 
@@ -21,7 +21,8 @@ class Shape:
     """B sequences of up to T tokens, lengths spread so that ``scored`` of them count; hidden H, vocabulary V.
 
     zero_share: the share of the sequences, whole groups, whose advantage is exactly 0. peaked: every scored token has
-    a probability of about 0.9 to 0.9999, as a confident policy gives it; else logits are N(0, 1).
+    a probability of about 0.9 to 0.9999, as a confident policy gives it; else logits are N(0, 1). off_policy: with
+    log-probs of another sampler, 0.02 nats off, as with vLLM: no coefficient is known before its log-prob.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class Shape:
     dtype: str = "bfloat16"
     zero_share: float = 0.0
     peaked: bool = False
+    off_policy: bool = False
 
 
 def make_inputs(shape: Shape, device, seed=0) -> dict:
@@ -59,10 +61,11 @@ def make_inputs(shape: Shape, device, seed=0) -> dict:
         rows = weight[token_ids]
         hidden += rows * (lead / rows.square().sum(-1))[..., None]
     mask = (torch.arange(T, device=device) < lengths[:, None]).long()
-    return dict(
-        hidden=hidden.to(dtype), weight=weight.to(dtype), token_ids=token_ids, mask=mask,
-        advantages=advantages.reshape(-1),
-    )  # fmt: skip
+    inputs = dict(hidden=hidden.to(dtype), weight=weight.to(dtype), token_ids=token_ids, mask=mask)
+    if shape.off_policy:
+        with torch.no_grad():
+            inputs["old_logps"] = token_logps(**inputs)[0] + 0.02 * randn(B, T)
+    return inputs | {"advantages": advantages.reshape(-1)}
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,11 @@ def ours(impl, **options) -> Callable:
     return lambda *args, **named: grpo_loss(*args, **named, impl=impl, **options)[0]
 
 
-def on_policy_dapo(logps, mask, advantages):
+def dapo(logps, mask, advantages, old_logps=None):
     """The loss on log-probs (N,) of the scored tokens, as TRL's trainer computes it."""
     scored = mask.bool()
     logps = logps.new_zeros(scored.shape).masked_scatter(scored, logps)
-    ratio = torch.exp(logps - logps.detach())
+    ratio = torch.exp(logps - (logps.detach() if old_logps is None else old_logps))
     losses = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
     return (losses * mask).sum() / mask.sum().clamp(min=1.0)
 
@@ -91,14 +94,14 @@ def on_policy_dapo(logps, mask, advantages):
 def trl_fused(tile=32768) -> Callable:
     """TRL's fused head as its patched forward calls it. Its buffer is 4,096 tokens by ``tile`` vocabulary entries."""
 
-    def run(hidden, weight, token_ids, mask, advantages):
+    def run(hidden, weight, token_ids, mask, advantages, old_logps=None):
         from trl.kernels import ChunkedLogProbFunction
 
         scored = mask.bool()
         logps, *_ = ChunkedLogProbFunction.apply(
             hidden[scored], weight, None, token_ids[scored], 1.0, tile, None, 1.0, ("log_probs", "entropy")
         )
-        return on_policy_dapo(logps, mask, advantages)
+        return dapo(logps, mask, advantages, old_logps)
 
     return run
 
@@ -123,7 +126,7 @@ def apple_cce(**options) -> Callable:
 
         scored = mask.bool()
         nll = linear_cross_entropy(hidden[scored], weight, token_ids[scored], reduction="none", **options)
-        return on_policy_dapo(-nll, mask, advantages)
+        return dapo(-nll, mask, advantages)
 
     return run
 
@@ -136,14 +139,14 @@ def torch_linear_cross_entropy(hidden, weight, token_ids, mask, advantages):
     nll = torch.nn.functional.linear_cross_entropy(
         hidden[scored], weight, token_ids[scored], reduction="none", options=options
     )
-    return on_policy_dapo(-nll, mask, advantages)
+    return dapo(-nll, mask, advantages)
 
 
 def bare_gemms(chunk) -> Callable:
     """The head's matrix products alone, ``chunk`` tokens at a time: logits of all scored tokens, and for those with a
     gradient dH and, where the head trains, dW."""
 
-    def run(hidden, weight, token_ids, mask, advantages):
+    def run(hidden, weight, token_ids, mask, advantages, old_logps=None):
         scored, active = mask.bool(), (advantages != 0)[:, None]
         states, idle = (hidden.detach()[scored & chosen] for chosen in (active, ~active))
         z = torch.empty(chunk, len(weight), dtype=states.dtype, device=states.device)
@@ -164,7 +167,7 @@ def bare_gemms(chunk) -> Callable:
     return run
 
 
-def gradients_alone(hidden, weight, token_ids, mask, advantages):
+def gradients_alone(hidden, weight, token_ids, mask, advantages, old_logps=None):
     """dH and dW as the optimiser wants them, and nothing else: no loss can end with less."""
     for x in (hidden, weight):
         x.grad = torch.zeros_like(x) if x.requires_grad else None

@@ -94,7 +94,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self):
-        if not torch.accelerator.is_available():
+        if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
             self.use_cpu = True  # else accelerate takes each process of a launch on CPUs for a training of its own
             os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else it is cpu:0, where torch.load cannot resume
             if self.bf16 is None and not self.fp16:

@@ -98,15 +98,14 @@ class Workspace:
     def products(self, g):
         return [_product(g, w) for w in self.row_weights]
 
-    def learn_rows(self, part, values, scale=None, own=None):
-        """Gradients of the hidden states of the tokens in ``part``: ``scale`` ``(R,)``, by default 1 / gain, times
-        ``values`` and, if given, ``own`` times the weights of the tokens themselves."""
-        at, ids, backend = self.sweep.position[part], self.sweep.ids[part], self.sweep.numerics.logits["backend"]
-        if scale is None:
-            scale = self.state.new_full((len(at),), 1.0 / self.gain)
+    def learn_rows(self, part, values, c=None):
+        """Gradients of the hidden states of the tokens in ``part``: ``values`` ``(R, H)`` themselves, or, with ``c``
+        ``(R,)``, what these sums of softmax numerators come to; both are ``gain`` times too large."""
+        at, ids, logits = self.sweep.position[part], self.sweep.ids[part], self.sweep.numerics.logits
         for k, value, weight in zip(self.row_fields, values, self.row_weights, strict=True):
             out = self.grads[k].view(-1, value.shape[1])
-            kernels.put_rows(value, out, at, scale, own, weight, ids, backend=backend)
+            numerators_of = None if c is None else (self.state[:, part], c, weight, ids)
+            kernels.put_rows(value, out, at, self.gain, numerators_of, **logits)
 
     def learn_weight(self, g, grads):
         """Add a chunk's ``(R, width)`` gradient of the logits, ``gain`` times too large, to the head's in ``grads``."""

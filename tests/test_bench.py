@@ -159,12 +159,15 @@ def test_no_room_for_inputs_or_reference_is_said(monkeypatch, quick):
     assert [row["note"] for row in rows] == ["out of memory: too large"] * len(CORE)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, bench.replace(SHAPE, zero_share=0.5), bench.replace(SHAPE, peaked=True)])
-def test_the_reference_is_the_float64_gradient(shape):
+@pytest.mark.parametrize("option", [{}, dict(zero_share=0.5), dict(peaked=True), dict(off_policy=True)])
+def test_the_reference_is_the_float64_gradient(option):
+    shape = bench.replace(SHAPE, **option)
     x = make_inputs(shape, CPU)
     x |= {name: x[name].double().requires_grad_() for name in ("hidden", "weight")}
     logps = torch.log_softmax(x["hidden"] @ x["weight"].T, -1).gather(-1, x["token_ids"][..., None]).squeeze(-1)
-    loss = -(logps * x["advantages"][:, None] * x["mask"]).sum() / x["mask"].sum()
+    ratio = torch.exp(logps - x.get("old_logps", logps.detach()))
+    assert (ratio[x["mask"] == 1] - 1).abs().max() < 0.19, "nothing is clipped"
+    loss = -(ratio * x["advantages"][:, None] * x["mask"]).sum() / x["mask"].sum()
     loss.backward()
     exact = bench.float64_gradients(shape, CPU)
     for name in ("hidden", "weight"):
@@ -258,10 +261,10 @@ def test_an_optimiser_that_ran_out_of_memory_starts_again(monkeypatch):
 
 def test_one_command_writes_every_table_and_each_can_be_drawn(small, budgets, tmp_path, capsys):
     names = ["naive", "chunked", "chunked, low memory", "TRL", "bare GEMMs", "gradients alone"]
-    options = ["--tables", "head,zero,wide,peaked,frontier,step", "--providers", *names, "no head"]
+    options = ["--tables", "head,zero,off_policy,wide,peaked,frontier,step", "--providers", *names, "no head"]
     assert cli.main(["bench", *options, "--repeats", "1", "--dtypes", "float32", "--out", str(tmp_path)]) == 0
     tables = {path.stem.removesuffix("_cpu"): read_table(path) for path in tmp_path.iterdir()}
-    assert set(tables) == {"head", "zero", "wide", "peaked", "frontier", "step"}
+    assert set(tables) == {"head", "zero", "off_policy", "wide", "peaked", "frontier", "step"}
     for rows in tables.values():
         assert all(row["torch"] == torch.__version__ and row["commit"] and row["device"] for row in rows)
         assert all(row["command"].startswith("python -m grpo_lab bench --tables head,") for row in rows)

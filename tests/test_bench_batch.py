@@ -58,13 +58,13 @@ def test_a_trial_that_kills_its_processes_does_not_fit_and_the_search_goes_on(mo
         with journal.open("a") as file:
             if len(calls) == 1:
                 file.write(json.dumps({"began": ["naive", 1, 9]}) + "\n")
-                raise LaunchError("rank 1 died", 1, 1, ["CUDA error: the last line"])
+                raise LaunchError("rank 1 died", 1, 1, ["rank 1: out of memory: 9 GiB", "RuntimeError: Timed out"])
             for provider, card in spec()["cells"]:
                 file.write(json.dumps({"row": bench_batch._row(spec(), provider, card, largest_batch=8)}) + "\n")
 
     monkeypatch.setattr(bench_batch, "launch", fake_launch)
     assert [row["largest_batch"] for row in launched(spec(), "cpu_2", 2)] == [8, 8]
-    died = {"trial": ["naive", 1, 9], "outcome": {"died": "CUDA error: the last line"}}
+    died = {"trial": ["naive", 1, 9], "outcome": {"died": "rank 1: out of memory: 9 GiB"}}
     assert [json.loads(line) for line in calls[1]][1:] == [died]
 
 
@@ -157,12 +157,9 @@ def test_the_table_is_asked_for_by_the_command_line_and_written_card_by_card(tmp
 
 
 def test_two_processes_find_it_for_real(capsys):
-    """The peaks are measured: naive logits of 4,096 words leave less room than chunks do."""
     grid = (["tiny"], ["lora"], ["float32"], [0.02])
-    (rows,) = batch_tables(torch.device("cpu"), *grid, "cpu_2", None, ["naive", "chunked"])
-    naive, chunked = rows
-    for row in rows:
-        assert row["processes"] == 2 and not row["note"] and 0 < row["largest_batch"] < row["failing_batch"]
-        assert 0.5 < row["peak_mib"] / (0.02 * 1024) <= 1 and row["ms"] > 0 and row["mib_per_sequence"] > 0
-    assert chunked["largest_batch"] > naive["largest_batch"]
-    assert f"batch {chunked['failing_batch']}: does not fit" in capsys.readouterr().out
+    ((row,),) = batch_tables(torch.device("cpu"), *grid, "cpu_2", None, ["chunked"])
+    assert row["processes"] == 2 and not row["note"] and 0 < row["largest_batch"] < row["failing_batch"]
+    assert 0.5 < row["peak_mib"] / (0.02 * 1024) <= 1 and row["ms"] > 0 and row["mib_per_sequence"] > 0
+    out = capsys.readouterr().out
+    assert f"batch {row['largest_batch']}: fits" in out and f"batch {row['failing_batch']}: does not fit" in out

@@ -71,7 +71,7 @@ def test_kernels_agree_with_float64_and_the_twins(V, dtype, options, seed, small
                 assert ((out.double() - expected).abs() <= ULP[dtype] * expected.abs() + 2e-5).all()
                 if bonus is None:  # both kernels in one
                     out, state = poisoned(z), kernels.new_state(5, torch.float32, DEVICE)
-                    kernels.row_stats(z, ids, state, grad=out, c=c, backend=backend, **options)
+                    kernels.row_stats(z, ids, state, grad=out, c=c / 4, gain=4.0, backend=backend, **options)
                     assert ((out.double() - expected).abs() <= ULP[dtype] * expected.abs() + 2e-5).all()
 
 
@@ -119,27 +119,35 @@ def test_bits_do_not_depend_on_the_slices(seed, small_blocks):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_put_in_their_places(backend, dtype, seed):
-    x, weight = torch.randn(5, 1030, device=DEVICE), torch.randn(20, 1030, device=DEVICE).to(dtype)
-    at, ids = torch.tensor([7, 0, 3, 8, 1], device=DEVICE), torch.tensor([3, 3, 19, 0, 5], device=DEVICE)
-    scale, own = torch.randn(5, device=DEVICE), torch.randn(5, device=DEVICE)
-    for factor in (None, own):
-        out = torch.full((9, 1030), 7.0, device=DEVICE, dtype=dtype)
-        kernels.put_rows(x, out, at, scale, factor, weight, ids, backend=backend)
-        expected = scale[:, None] * x + (0 if factor is None else own[:, None] * weight[ids])
-        assert ((out[at] - expected).abs() <= ULP[dtype] * expected.abs() + 1e-5).all()
-        assert torch.all(out[[2, 4, 5, 6]] == 7)
+    x, at = torch.randn(5, 1030, device=DEVICE), torch.tensor([7, 0, 3, 8, 1], device=DEVICE)
+    out = torch.full((9, 1030), 7.0, device=DEVICE, dtype=dtype)
+    kernels.put_rows(x, out, at, 3.0, backend=backend)
+    assert ((out[at] - x / 3).abs() <= ULP[dtype] * x.abs()).all()
+    assert torch.all(out[[2, 4, 5, 6]] == 7)
+
+
+LAYOUTS = {
+    "dense": lambda w: w,
+    "transposed": lambda w: w.t().contiguous().t(),
+    "strided": lambda w: w.new_empty(len(w), 2 * w.shape[1])[:, ::2].copy_(w),
+    "unaligned": lambda w: w.new_empty(w.numel() + 1)[1:].view(w.shape).copy_(w),
+}
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_rows_of_a_weight_that_is_transposed_strided_or_unaligned(backend, seed):
-    x, at = torch.randn(5, 24, device=DEVICE), torch.tensor([7, 0, 3, 8, 1], device=DEVICE)
-    ids, own = torch.tensor([3, 3, 19, 0, 5], device=DEVICE), torch.randn(5, device=DEVICE)
-    dense = torch.randn(20, 24, device=DEVICE)
-    strided, unaligned = torch.empty(20, 48, device=DEVICE)[:, ::2], torch.empty(481, device=DEVICE)[1:].view(20, 24)
-    for weight in (dense, dense.t().contiguous().t(), strided.copy_(dense), unaligned.copy_(dense)):
-        out = torch.zeros(9, 24, device=DEVICE)
-        kernels.put_rows(x, out, at, own, own, weight, ids, backend=backend)
-        torch.testing.assert_close(out[at], own[:, None] * (x + dense[ids]))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, dict(softcap=4.0, logit_scale=0.7, inv_t=1 / 0.9)], ids=["plain", "softcap"])
+def test_sums_of_numerators_become_gradients(options, layout, backend, seed):
+    (z, ids), at = rows(5, 40, torch.float32), torch.tensor([7, 0, 3, 8, 1], device=DEVICE)
+    weight, c = torch.randn(40, 1030, device=DEVICE), torch.randn(5, device=DEVICE)
+    state, exact = kernels.new_state(5, torch.float32, DEVICE), kernels.new_state(5, torch.float64, DEVICE)
+    e, out = torch.empty_like(z), torch.full((9, 1030), 7.0, device=DEVICE)
+    kernels.row_stats(z, ids, state, numerators=e, gain=2.0, backend=backend, **options)
+    kernels.put_rows(e @ weight, out, at, 2.0, (state, c, LAYOUTS[layout](weight), ids), backend=backend, **options)
+    grad = torch.empty_like(z, dtype=torch.float64)
+    kernels.row_stats(z.double(), ids, exact, grad=grad, c=c.double(), **options)
+    torch.testing.assert_close(out[at].double(), grad @ weight.double(), rtol=1e-5, atol=1e-5)
+    assert torch.all(out[[2, 4, 5, 6]] == 7)
 
 
 def test_float64_statistics_are_those_of_log_softmax(seed):

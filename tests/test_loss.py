@@ -13,7 +13,7 @@ from grpo_lab.plan import Plan
 # Chunks of one token, shorter than a sequence, of some, of all; each kind of plan, the head trained and frozen
 ROUTES = [
     (Plan(1, True), False), (Plan(8, True), False), (Plan(16, True), False), (Plan(48, True), False),
-    (Plan(8, True), True), (Plan(8, False), True), (Plan(48, False), True),
+    (Plan(2, True), True), (Plan(8, True), True), (Plan(8, False), True), (Plan(48, False), True),
     (Plan(8, False, 4), False), (Plan(48, False, 16), False), (Plan(16, True, 16), False),
 ]  # fmt: skip
 
@@ -396,6 +396,14 @@ def test_states_that_are_slices_of_longer_sequences_are_not_copied(seed):
     assert torch.equal(longer.grad[:, 5:17], expected[1]["hidden"])
     rows, index = workspace._flat(longer[:, 5:17], torch.arange(48))
     assert rows.data_ptr() == longer[:, 5:].data_ptr() and torch.equal(rows[index].view(4, 12, 16), longer[:, 5:17])
+
+
+def test_the_naive_head_plans_nothing(seed):
+    x = random_inputs()
+    expected, got = (loss_and_grads(x, impl="naive", **more) for more in ({}, dict(chunk_tokens=4, memory_budget=1)))
+    assert torch.equal(expected[0], got[0]) and torch.equal(expected[1]["hidden"], got[1]["hidden"])
+    with pytest.raises(ValueError, match="memory_budget=1 bytes"):
+        loss_and_grads(x, memory_budget=1)
 
 
 @pytest.mark.parametrize("plan", [Plan(16, True), Plan(16, False, 16)])

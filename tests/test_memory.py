@@ -5,6 +5,7 @@ from grpo_lab import grpo_loss, kernels, memory
 from grpo_lab import loss as loss_module
 from grpo_lab import plan as plan_module
 from grpo_lab.memory import measure_peak, predict_loss_bytes
+from grpo_lab.plan import Plan
 
 MIB = 2**20
 
@@ -88,6 +89,31 @@ def test_prediction_agrees_with_the_measured_peak(dtype, impl, chunk, budget, tr
     )
     _, peak = measure_peak(fn)
     assert sum(predicted.values()) == pytest.approx(peak, rel=0.05), {k: v / MIB for k, v in predicted.items()}
+
+
+@needs_exact
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("sequences", [4, 16])
+def test_a_plan_counts_the_chunks_that_wait_for_their_coefficients(sequences, off_policy, monkeypatch):
+    T, H, V, C = 256, 8192, 256, 512
+    hidden, weight = torch.randn(sequences, T, H).requires_grad_(), torch.randn(V, H).mul(0.01)
+    ids, advantages = torch.randint(V, (sequences, T)), torch.randn(sequences)
+    old_logps = torch.full((sequences, T), -5.5) if off_policy else None
+    predicted = []
+
+    def choose(problem, *_):
+        predicted.append(problem.peak(Plan(C, True)))
+        return Plan(C, True)
+
+    monkeypatch.setattr(loss_module, "choose", choose)
+
+    def fn():
+        hidden.grad = None
+        grpo_loss(hidden, weight, ids, torch.ones(sequences, T), advantages, old_logps=old_logps)[0].backward()
+
+    fn()
+    hidden.grad = None
+    assert predicted[-1] == pytest.approx(measure_peak(fn)[1], rel=0.08)  # put_rows's twin: two times 2 MiB
 
 
 @needs_exact

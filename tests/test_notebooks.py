@@ -47,6 +47,13 @@ def correctness(summary):
     assert summary["broken_losses_caught"] == 2
 
 
+def verifiable_rewards(summary):
+    """05: no check that looks for the number anywhere finds fewer than accuracy; what cheating is takes more steps."""
+    for name in ("untrained", "format", "careless", "verified"):
+        assert 0 <= summary[f"accuracy_{name}"] <= summary[f"number somewhere_{name}"] <= 1
+        assert 0 <= summary[f"format_{name}"] <= 1 and summary[f"characters_{name}"] > 0
+
+
 def training(summary):
     """06: the receipt passed, and the shares are shares; that the policy improves takes more than smoke's few steps."""
     assert summary["receipt_passed"] is True and summary["training_seconds"] > 0
@@ -70,6 +77,7 @@ FACTS = {
     "00_start_here": one_step,
     "01_memory_wall": memory_wall,
     "04_correctness": correctness,
+    "05_verifiable_rewards": verifiable_rewards,
     "06_train_single_gpu": training,
     "07_fsdp_peft_multi_gpu": several_processes,
 }

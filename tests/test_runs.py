@@ -209,6 +209,17 @@ def test_last_checkpoint_is_the_newest_whole_one(tmp_path):
     assert run.last_checkpoint() == str(run.folder / "checkpoint-30")
 
 
+def test_a_checkpoint_in_shards_is_whole_once_both_parts_have_their_metadata(tmp_path):
+    run = open_run("06_train", PARAMS, tmp_path)
+    checkpoint = run.folder / "checkpoint-7"
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert run.last_checkpoint() is None
+        (checkpoint / part).mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text("{}")
+        (checkpoint / part / ".metadata").touch()
+    assert run.last_checkpoint() == str(checkpoint)
+
+
 TRAINING = """
 import os, signal, sys, torch
 from transformers import Trainer, TrainingArguments, TrainerCallback

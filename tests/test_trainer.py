@@ -334,6 +334,14 @@ def test_receipt_of_a_right_loss(tiny, tmp_path):
         assert key in logged(t)[0], "the comparison's own metrics must not be logged"
 
 
+def test_a_launch_on_cpus_holds_on_a_computer_with_an_accelerator_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # what launch says to the processes of cpu_2
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    config = GRPOConfig(str(tmp_path), report_to="none")
+    assert config.use_cpu and not config.bf16 and config.device.type == "cpu"
+
+
 def test_a_first_batch_without_advantages_is_no_mismatch(tiny, tmp_path):
     """The gradient of the KL to itself is rounding errors in one implementation and 0 in another."""
     t = trained(tiny, tmp_path, steps=1, beta=0.05, reward=lambda completions, **_: [1.0] * len(completions))
