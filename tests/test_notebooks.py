@@ -68,6 +68,7 @@ def several_processes(summary):
     assert summary["gathers"][0] == summary["gathers"][1] > 0
     assert summary["head_inside"] == [120, 96] and sum(summary["head_rows"]) == 120 and max(summary["head_rows"]) < 120
     assert summary["lora_difference_off"] == 0 < summary["lora_difference_on"]
+    assert summary["wrapper"] == "FSDP"  # accelerate falls back to DDP in silence
     assert summary["killed_rank"] == 1 and summary["receipt_passed"] is True
     assert summary["same_draws_equal_rewards"] == summary["steps"]
     assert summary["same_draws_norms"] < 1e-5 and summary["same_draws_weights"] < 1e-6
