@@ -200,16 +200,20 @@ class _Output:
         if not died and self.processes == 1:  # of a file for several, torchrun starts a single one too
             died = [(0, int(status or -int(number))) for status, number in DIED_ALONE.findall(said)]
 
+        def text(rank):
+            return "\n".join(self.ranks[rank])
+
         def followed(failure):
             rank, status = failure
-            text = "\n".join(self.ranks[rank])
-            return bool(LOST.search(text)) or status == -signal.SIGTERM and "Traceback" not in text
+            return bool(LOST.search(text(rank))) or status == -signal.SIGTERM and "Traceback" not in text(rank)
 
         if not died:
             lines = self.launcher or list(self.ranks[0])
             return LaunchError(f"accelerate's launcher ended with exit code {code}:", code, None, lines[-KEPT:])
         rank, status = min(died, key=followed)
         name = "the process" if self.processes == 1 else f"rank {rank} of {self.processes}"
+        if status in (-signal.SIGABRT, -signal.SIGTERM) and "Traceback" in text(rank):
+            status = 1  # after its exception gloo aborted it (pytorch/pytorch#179291), or the launcher ended it
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
             how += " (the system does that when memory runs out)" if status == -signal.SIGKILL else ""
@@ -217,5 +221,6 @@ class _Output:
             how = f"ended with exit code {status}"
         if followed((rank, status)):
             how += " because another rank was gone: see the output of the other machines"
-        lines = list(self.ranks[rank])
+        # torchrun passes on both streams of a rank, not in order; torch marks the lines of an exception so
+        lines = sorted(self.ranks[rank], key=lambda line: line.startswith(f"[rank{rank}]:"))
         return LaunchError(f"{name} {how}; {'its last lines:' if lines else 'it wrote nothing'}", code, rank, lines)

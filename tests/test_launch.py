@@ -39,9 +39,9 @@ dist.destroy_process_group()
 """
 TREE = """
 import subprocess, sys, time
-ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
-own = dict(start_new_session=True)
-subprocess.Popen([sys.executable, "-c", ignores if "9" in sys.argv else "input()"], **own)
+sleeps, own = "import time; time.sleep(100)", dict(start_new_session=True)
+ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if "9" in sys.argv else ""
+subprocess.Popen([sys.executable, "-c", ignores + sleeps], **own)
 subprocess.Popen(["sleep", "100"], **own)
 print("up", flush=True)
 time.sleep(100)
@@ -72,7 +72,7 @@ def test_a_rank_that_dies_ends_all_and_is_named(ranks, capsys):
     assert caught.value.lines == ["rank 1 speaks", *(f"step {i}/3  loss 1" for i in (1, 2, 3))]
     assert explain_failure(caught.value)[0] == "rank died"
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["rank 0 speaks", "step 1/3  loss 1"] and "rank 1 speaks" not in lines
+    assert {"rank 0 speaks", "step 1/3  loss 1"} <= set(lines) and "rank 1 speaks" not in lines
     assert not any("elastic" in line for line in lines), "the launcher's own words are not shown"
 
 
@@ -109,6 +109,28 @@ def test_a_single_process_that_fails_is_named_too(tmp_path, capsys, code, how):
         launch(tmp_path / "one.py", config=config)
     assert how in str(caught.value) and "accelerate" not in str(caught.value)
     assert "accelerate" not in capsys.readouterr().out, "the launcher's own traceback is not shown"
+
+
+@pytest.mark.parametrize("status", [1, -signal.SIGABRT, -signal.SIGTERM])
+def test_the_rank_with_an_exception_is_named_however_it_was_ended_and_its_words_come_last(status):
+    output, mark = module._Output(2), module.MARK
+    said = "W1130 12:00:00.000000 1 torch/distributed/elastic/multiprocessing/api.py] Sending process 7 SIGTERM"
+    for line in (
+        f"{mark}1{mark}[rank1]: Traceback (most recent call last):",
+        f"{mark}1{mark}[rank1]: ValueError: no",
+        f"{mark}1{mark}what it said before",
+        f"{mark}1{mark}terminate called without an active exception" if status == -signal.SIGABRT else said,
+        f"{mark}0{mark}[rank0]: Traceback (most recent call last):",
+        f"{mark}0{mark}[rank0]: RuntimeError: gloo: Connection closed by peer",
+        said,
+        "Traceback (most recent call last):",
+        "  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 6)",
+        f"  rank      : 1 (local_rank: 1)\n  exitcode  : {int(status)} (pid: 7)",
+    ):
+        output.line(line)
+    error = output.error(1)
+    assert error.rank == 1 and str(error).startswith("rank 1 of 2 ended with exit code 1; its last lines:")
+    assert error.lines[-2:] == ["[rank1]: Traceback (most recent call last):", "[rank1]: ValueError: no"]
 
 
 def test_a_launcher_that_cannot_start_says_why(ranks):
