@@ -193,10 +193,9 @@ class _Output:
         """The LaunchError that names the rank which died first: those that only lost their connection to it, or were
         ended for it by the launcher, come after it."""
         said = "\n".join(self.launcher)
-        if self.processes == 1:
+        died = [(int(rank), int(status)) for rank, status in DIED.findall(said)]
+        if not died and self.processes == 1:  # of a file for several, torchrun starts a single one too
             died = [(0, int(status or -int(number))) for status, number in DIED_ALONE.findall(said)]
-        else:
-            died = [(int(rank), int(status)) for rank, status in DIED.findall(said)]
 
         def text(rank):
             return "\n".join(self.ranks[rank])

@@ -227,6 +227,26 @@ def group_figure(completions, rewards, advantages, changes, title="One step on a
     return figure
 
 
+def parts_figure(rows, title, x_label="GB"):
+    """A bar of stacked parts for each row, and their sum. rows: name to {part: size}, the same parts in each."""
+    figure, ax = axes(title, x_label, "", size=(8.6, 1.5 + 0.26 * len(rows)))
+    names, ends = list(rows), [0.0] * len(rows)
+    hatches = itertools.cycle([None, "//", "..", "\\\\", None, "xx"])
+    for part, colour, hatch in zip(next(iter(rows.values())), (BLUE, SKY, GREEN, GREY, ORANGE, RED), hatches):
+        sizes = [row[part] for row in rows.values()]
+        ax.barh(range(len(names)), sizes, 0.8, left=ends, color=colour, hatch=hatch, edgecolor="white", label=part)
+        ends = [end + size for end, size in zip(ends, sizes)]
+    for place, end in enumerate(ends):
+        ax.text(end, place, f" {end:.1f}", fontsize=8, va="center")
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.margins(x=0.1)
+    ax.grid(axis="y", visible=False)
+    figure.legend(fontsize=8, frameon=False, ncols=3, loc="outside lower center")
+    return figure
+
+
 def heads_figure(rows, title="Loss heads side by side", longest_ms=None):
     """Peak memory and time of each provider, one bar for a head that trains and one for a frozen head.
 

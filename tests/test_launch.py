@@ -55,6 +55,14 @@ def ranks(tmp_path):
     return path
 
 
+def test_a_single_process_of_a_file_for_two_is_named(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text("import os, signal\nprint('last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(LaunchError, match="the process was killed by SIGKILL") as caught:
+        launch(script, config="cpu_2", processes=1)
+    assert caught.value.rank == 0 and caught.value.lines == ["last words"]
+
+
 def test_a_rank_that_dies_ends_all_and_is_named(ranks, capsys):
     began = time.monotonic()
     with pytest.raises(LaunchError, match="rank 1 of 2 was killed by SIGKILL") as caught:

@@ -79,6 +79,19 @@ def training(summary):
         assert 0 <= summary[f"{name}_before"] <= 1 and 0 <= summary[f"{name}_after"] <= 1
 
 
+def several_processes(summary):
+    """07: two ranks' gradient is one process's, the head is gathered once for any number of chunks, a killed rank is
+    named, and the resumed FSDP training is that of one process."""
+    assert summary["gradient_error"] < 1e-5
+    assert summary["gathers"][0] == summary["gathers"][1] > 0
+    assert summary["head_inside"] == [120, 96] and sum(summary["head_rows"]) == 120 and max(summary["head_rows"]) < 120
+    assert summary["lora_difference_off"] == 0 < summary["lora_difference_on"]
+    assert summary["wrapper"] == "FSDP"  # accelerate falls back to DDP in silence
+    assert summary["killed_rank"] == 1 and summary["receipt_passed"] is True
+    assert summary["same_draws_equal_rewards"] == summary["steps"]
+    assert summary["same_draws_norms"] < 1e-5 and summary["same_draws_weights"] < 1e-6
+
+
 FACTS = {
     "00_start_here": one_step,
     "01_memory_wall": memory_wall,
@@ -87,6 +100,7 @@ FACTS = {
     "04_correctness": correctness,
     "05_verifiable_rewards": verifiable_rewards,
     "06_train_single_gpu": training,
+    "07_fsdp_peft_multi_gpu": several_processes,
 }
 
 

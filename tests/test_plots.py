@@ -163,3 +163,16 @@ def test_heads_figure_says_which_provider_failed():
     assert [text.get_text() for text in time.texts] == ["9", "7", "failed"]
     _, time = plots.heads_figure(rows, longest_ms=8).axes
     assert time.get_xlim() == (0, 8) and {text.get_text() for text in time.texts} == {"", "7", "failed", "9 → "}
+
+
+def test_parts_figure_stacks_the_parts_of_each_row_and_says_their_sum():
+    rows = {"one": {"a": 1.0, "b": 2.0, "c": 0.5}, "two": {"a": 0.0, "b": 4.0, "c": 1.0}}
+    (ax,) = plots.parts_figure(rows, "parts").axes
+    assert [[(bar.get_x(), bar.get_width()) for bar in bars] for bars in ax.containers] == [
+        [(0.0, 1.0), (0.0, 0.0)],
+        [(1.0, 2.0), (0.0, 4.0)],
+        [(3.0, 0.5), (4.0, 1.0)],
+    ]
+    assert [text.get_text().strip() for text in ax.texts] == ["3.5", "5.0"]
+    looks = {(bars[0].get_facecolor(), bars[0].get_hatch()) for bars in ax.containers}
+    assert len(looks) == 3
