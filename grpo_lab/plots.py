@@ -72,6 +72,32 @@ def format_bytes(count):
     return f"{count:.3g} GiB"
 
 
+def timeline_figure(outcomes, title="One pass under a cap on memory"):
+    """What each capped pass held from moment to moment; a cross where it died. outcomes: of ``oom.run_capped``."""
+    figure, ax = axes(title, "seconds since the pass began", "memory beyond the inputs")
+    for outcome, line in zip(outcomes, itertools.cycle(["-", "--"])):
+        seconds, held, steps = zip(*outcome.timeline)
+        colour = IMPL_COLOURS.get(outcome.impl, GREY)
+        label = f"{outcome.impl}: {outcome.ended}"
+        ax.plot(seconds, held, line, color=colour, linewidth=2, drawstyle="steps-post", label=label)
+        if outcome.ended == "survived":
+            ax.annotate("done", (seconds[-1], held[-1]), (5, 0), textcoords="offset points", color=colour, fontsize=9)
+            continue
+        ax.plot(seconds[-1], held[-1], "X", color=colour, markersize=11, label="_death")
+        asked = f",\nwanted {format_bytes(outcome.wanted)} more" if outcome.wanted else ""
+        ax.annotate(f"{outcome.ended}, {steps[-1]} pass{asked}", (seconds[-1], held[-1]), (10, -8), color=colour,
+                    textcoords="offset points", fontsize=9, va="top")  # fmt: skip
+    for cap in dict.fromkeys(outcome.cap for outcome in outcomes):
+        ax.axhline(cap, color=GREY, linestyle=":", linewidth=1.5)
+        ax.text(1, cap, f"cap {format_bytes(cap)} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom",
+                fontsize=9, color=GREY)  # fmt: skip
+    ax.set_ylim(0, 1.12 * max(max(o.cap, *(held for _, held, _ in o.timeline)) for o in outcomes))
+    ax.margins(x=0.12)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_bytes(y)))
+    ax.legend(fontsize=8, frameon=False, loc="center right")
+    return figure
+
+
 def smoothed(values, window):
     """Running mean over the last ``window`` values, over those there are at the start."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1])

@@ -1,0 +1,55 @@
+"""A loss that really runs out of memory, in a child process, and the parent that lives to draw it."""
+
+import os
+
+import pytest
+import torch
+
+from grpo_lab import oom, plots
+from grpo_lab.memory import predict_loss_bytes
+from grpo_lab.oom import Outcome, run_capped
+
+SHAPE = dict(batch=16, length=32, hidden=32, vocab=32768)
+
+
+def peak(impl, **options):
+    return sum(predict_loss_bytes(**SHAPE, impl=impl, **options).values())
+
+
+@pytest.mark.skipif(not oom.LIMITS, reason="this system takes a limit on memory and ignores it")
+def test_naive_is_refused_memory_and_chunked_survives_under_the_same_cap():
+    cap, me = peak("naive") * 3 // 4, os.getpid()
+    dead, alive = (run_capped(**SHAPE, impl=impl, cap=cap, chunk_tokens=64) for impl in ("naive", "chunked"))
+    assert os.getpid() == me and torch.ones(cap // 4).sum() == cap // 4, "the parent lives and has its memory"
+    assert (dead.ended, alive.ended) == ("out of memory", "survived")
+    assert "allocate" in dead.message and alive.message == ""
+    held = [size for _, size, _ in dead.timeline]
+    assert cap - dead.wanted - (4 << 20) < held[-1] <= cap < held[-1] + dead.wanted + (4 << 20)
+    assert dead.timeline[-1][2] == "forward" and alive.timeline[-1][2] == "backward"
+    most = max(size for _, size, _ in alive.timeline)
+    assert most == pytest.approx(peak("chunked", chunk_tokens=64), abs=6 << 20)
+    seconds = [second for second, _, _ in alive.timeline]
+    assert seconds == sorted(seconds)
+
+
+def test_where_the_system_sets_no_limit_the_child_is_killed_above_the_cap(monkeypatch):
+    monkeypatch.setattr(oom, "LIMITS", False)
+    cap = peak("naive") * 3 // 4
+    outcome = run_capped(**SHAPE, impl="naive", cap=cap)
+    assert outcome.ended == "killed" and outcome.wanted is None
+    assert max(size for _, size, _ in outcome.timeline) > cap
+
+
+def test_a_child_that_fails_otherwise_is_an_error_with_its_last_words():
+    with pytest.raises(RuntimeError, match="impl = 'neither': the child ended with exit code 1"):
+        run_capped(**SHAPE, impl="neither", cap=1 << 30)
+
+
+def test_the_timeline_is_drawn_with_its_death_and_its_cap():
+    rise = [(0.1 * i, i << 20, "forward") for i in range(5)]
+    dead = Outcome("naive", 5 << 20, rise, "out of memory", 3 << 20, "")
+    (ax,) = plots.timeline_figure([dead, Outcome("chunked", 5 << 20, rise, "survived", None, "")]).axes
+    naive, cross, chunked, cap = ax.lines
+    assert list(naive.get_ydata()) == [i << 20 for i in range(5)] and naive.get_color() != chunked.get_color()
+    assert cross.get_xdata() == [0.4] and list(cap.get_ydata()) == [5 << 20] * 2
+    assert {t.get_text() for t in ax.texts} == {"out of memory, forward pass,\nwanted 3 MiB more", "done", "cap 5 MiB "}
