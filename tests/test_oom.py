@@ -48,8 +48,11 @@ def test_a_child_that_fails_otherwise_is_an_error_with_its_last_words():
 def test_the_timeline_is_drawn_with_its_death_and_its_cap():
     rise = [(0.1 * i, i << 20, "forward") for i in range(5)]
     dead = Outcome("naive", 5 << 20, rise, "out of memory", 3 << 20, "")
-    (ax,) = plots.timeline_figure([dead, Outcome("chunked", 5 << 20, rise, "survived", None, "")]).axes
-    naive, cross, chunked, cap = ax.lines
+    alive = Outcome("chunked", 5 << 20, [*rise, (0.5, 1, "backward")], "survived", None, "")
+    (ax,) = plots.timeline_figure([dead, alive]).axes
+    cross, naive, chunked, cap = ax.lines
     assert list(naive.get_ydata()) == [i << 20 for i in range(5)] and naive.get_color() != chunked.get_color()
     assert cross.get_xdata() == [0.4] and list(cap.get_ydata()) == [5 << 20] * 2
-    assert {t.get_text() for t in ax.texts} == {"out of memory, forward pass,\nwanted 3 MiB more", "done", "cap 5 MiB "}
+    assert [t.get_text() for t in ax.texts] == ["backward", "cap 5 MiB "]
+    label = "naive: out of memory in the forward pass, refused 3 MiB more"
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == [label, "chunked: survived"]
