@@ -1,9 +1,9 @@
 """A training run while it happens: ``dashboard.attach(trainer)`` before ``trainer.train()``, as ``run.attach``.
 
-Curves of what TRL logs, memory, where each step's time went, and the newest completions with their rewards. It draws at
-most ten times a second and waits fifty times as long as a drawing took, so that drawing costs training at most 2 %.
-Where nobody watches nothing is drawn before the end, which leaves one picture. Left out: runs of several processes but
-for their first one, and everything that needs a server.
+Curves of what TRL logs, memory, where each step's time went as the host sees it, and the newest completions with their
+rewards. It draws at most ten times a second and waits fifty times as long as a drawing took, so that drawing costs
+training at most 2 %. Where nobody watches nothing is drawn before the end, which leaves one picture. Left out: what
+other processes than the first hold, and everything that needs a server.
 """
 
 import html
@@ -29,13 +29,15 @@ PANELS = {  # title to the lines' labels and keys; what no row holds is left out
 }
 KEYS = {key for lines in PANELS.values() for key in lines.values()}
 DASHES = ("", "6 3", "2 2")
-WIDTH, HEIGHT, POINTS = 270, 84, 150
-SHOWN = 4  # newest completions
+WIDTH, HEIGHT, POINTS = 300, 84, 150
+SHOWN = 4  # of the newest completions, spread over their problems
 STYLE = """<style>
 .gd { display: flex; flex-wrap: wrap; gap: .4em 1.6em }
 .gd svg { display: block; border-left: 1px solid; border-bottom: 1px solid; overflow: visible }
-.gd figure { margin: 0 } .gd small { display: flex; justify-content: space-between }
-.gd-texts td { text-align: left; white-space: pre-wrap; vertical-align: top; padding: 0 1em 0 0 }
+.gd figure { margin: 0; line-height: 1.5 } .gd figure div { font-size: 85% }
+.gd small { display: flex; justify-content: space-between }
+.gd-texts { line-height: 1.3; border-spacing: 0 .6em }
+.gd-texts th, .gd-texts td { text-align: left; white-space: pre-wrap; vertical-align: top; padding: 0 1.2em 0 0 }
 </style>"""
 
 
@@ -59,7 +61,7 @@ class Dashboard(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        generate = self.trainer._generate_and_score_completions
+        generate = self._generate = self.trainer._generate_and_score_completions
 
         def timed(inputs):
             began = time.perf_counter()
@@ -108,7 +110,7 @@ class Dashboard(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        del self.trainer._generate_and_score_completions  # the class's own again
+        self.trainer._generate_and_score_completions = self._generate
         figure = plots.panels_figure(self.rows, self._filled())
         if self.view is None:
             plots.show(figure)
@@ -143,10 +145,9 @@ def panel_svg(title, curves):
         key = f'<svg width="22" height="8" style="display:inline;border:0"><path d="M0 5H22" {style}/></svg> '
         now.append(f"{key if len(curves) > 1 else ''}{label} {points[-1][1]:.3g}")
     said = f"{title}: {', '.join(f'{label} {points[-1][1]:.3g}' for label, points in curves.items())} at step {last}"
-    size = f'width="{WIDTH}" height="{HEIGHT}"'
-    return (f'<figure><b>{title}</b><div>{" &nbsp; ".join(now)}</div><svg role="img" aria-label="{said}" {size}>'
-            f"{''.join(drawn)}</svg><small><span>{low:.3g} to {high:.3g}</span><span>step {last}</span></small></figure>"
-            )  # fmt: skip
+    text = f"<b>{title}</b><div>{' &nbsp; '.join(now)}</div>"
+    text += f'<svg role="img" aria-label="{said}" width="{WIDTH}" height="{HEIGHT}">{"".join(drawn)}</svg>'
+    return f"<figure>{text}<small><span>{low:.3g} to {high:.3g}</span><span>step {last}</span></small></figure>"
 
 
 def completions_html(completions, rewards, advantages):
@@ -154,7 +155,7 @@ def completions_html(completions, rewards, advantages):
     names = list(rewards)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in (*names, "advantage"))
     rows = []
-    for i in range(-min(SHOWN, len(completions)), 0):
+    for i in range(0, len(completions), -(-len(completions) // SHOWN) or 1):
         text = completions[i]
         text = text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
         values = [*(rewards[name][i] for name in names), advantages[i]]

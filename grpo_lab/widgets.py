@@ -16,6 +16,7 @@ import torch
 
 from grpo_lab import plots
 from grpo_lab.memory import predict_loss_bytes
+from grpo_lab.objective import Tokens
 from grpo_lab.plots import BLUE, RED, format_bytes
 from grpo_lab.runs import headless
 
@@ -26,6 +27,7 @@ MODELS = {  # width of the hidden states, vocabulary
     "Gemma 2 2B": (2304, 256000),
     "GPT-2": (768, 50257),
 }
+VOCABULARIES = (8192, 32000, 50257, 65536, 100352, 128256, 151936, 200064, 256000)
 CARDS = (8, 16, 24, 40, 80, 141)  # GiB
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HATCHES = ("0deg, #0000, #0000", "45deg, #fff9 0 2px, #0000 2px 7px", "90deg, #fff9 0 2px, #0000 2px 7px",
@@ -37,11 +39,12 @@ def picture(figure):
     return {"image/png": base64.b64encode(plots.png(figure)).decode(), "text/plain": "<picture>"}
 
 
-def show(widget, figure):
-    """Display the widget where a person can use it, with ``figure`` as the picture of its first view; else that."""
+def show(make, figure):
+    """Display the widget that ``make()`` builds where a person can use it, with ``figure``, the picture of its first
+    view, for those who cannot; headless, the picture alone, and no widget leaves its state in the notebook."""
     from IPython.display import display
 
-    display(({} if headless() else widget._repr_mimebundle_()) | picture(figure), raw=True)
+    display(({} if headless() else make()._repr_mimebundle_()) | picture(figure), raw=True)
 
 
 class Bar(NamedTuple):
@@ -126,7 +129,7 @@ def memory_calculator(records=(), card=24):
             options=[2**k for k in range(5, 16)], value=1024, description="tokens each T", **wide
         ),
         "scored": w.IntSlider(59, 1, 100, description="% of them scored", **wide),
-        "vocab": w.IntSlider(151936, 1000, 300_000, 1000, description="vocabulary V", **wide),
+        "vocab": w.SelectionSlider(options=VOCABULARIES, value=151936, description="vocabulary V", **wide),
         "dtype": w.Dropdown(options=[*DTYPES], description="dtype", **wide),
         "chunk": w.SelectionSlider(options=chunks, description="rows in a chunk C", **wide),
         "card": w.Dropdown(options=[(f"{size} GiB", size) for size in CARDS], value=card, description="card", **wide),
@@ -145,9 +148,37 @@ def memory_calculator(records=(), card=24):
     for control in controls.values():
         control.observe(draw, "value")
     draw()
-    box = w.VBox([w.Box([*controls.values()], layout={"flex_flow": "row wrap"}), view])
+    grid = {"grid_template_columns": "repeat(auto-fill, 26em)"}
+    box = w.VBox([w.GridBox([*controls.values()], layout=grid), view])
     box.controls, box.view = controls, view
     return box
+
+
+def token_values(logps, old_logps, mask, advantages, objective, ref_logps=None):
+    """What ``token_microscope`` shows of a batch: ``(quantities, clipped)``.
+
+    logps, old_logps, mask, ref_logps: (B, T), as for ``grpo_loss``; advantages: (B,). The ratio is the token's own,
+    also where the objective takes the sequence's.
+    """
+    position = mask.reshape(-1).nonzero().squeeze(-1)
+    lengths = mask.sum(-1).to(logps.dtype)
+
+    def pack(x):
+        return None if x is None else x.detach().reshape(-1)[position]
+
+    tokens = Tokens(
+        shape=mask.shape, position=position, ids=None, lengths=lengths,
+        advantages=pack(advantages[:, None].expand(mask.shape)),
+        weight=objective.weights(lengths, position // mask.shape[1], None), entropy_weight=1 / lengths.sum(),
+        old_logps=pack(old_logps), ref_logps=pack(ref_logps),
+    )  # fmt: skip
+    entropy = torch.zeros_like(pack(logps))
+    coefficients, _ = objective.coefficients(pack(logps), entropy, tokens)
+    _, found = objective.loss(pack(logps), entropy, tokens)
+    names = ("clip_ratio/low", "clip_ratio/high", "cispo_clip_ratio")
+    clipped = sum((found[name] for name in names if name in found), torch.zeros_like(entropy))
+    quantities = {"ratio": (logps - old_logps).exp(), "log-prob": logps, "coefficient": tokens.pad(coefficients)}
+    return {name: x.tolist() for name, x in quantities.items()}, tokens.pad(clipped).bool().tolist()
 
 
 def signed(name, values):
@@ -164,7 +195,7 @@ def tokens_html(tokens, name, values, clipped):
     spans = []
     for token, value, height, cut in zip(tokens, values, signed(name, values), clipped):
         colour, line = (BLUE, "solid") if height >= 0 else (RED, "dashed")
-        tip = html.escape(f"{token!r}: {name} {value:.4g}{', clipped: no gradient' if cut else ''}", quote=True)
+        tip = html.escape(f"{token!r}: {name} {value:.4g}{', clipped' if cut else ''}", quote=True)
         text = html.escape(token).replace("\n", "↵")
         style = f"background:{colour}{round(0x8C * abs(height)):02x};"
         style += f"border-bottom:{1 + round(4 * abs(height))}px {line} {colour}"
@@ -181,7 +212,8 @@ def token_microscope(completions, quantities, clipped, labels=None):
     ``.view``; ``tokens_figure`` draws its first view.
 
     completions: token texts of each of B completions; quantities: name ("log-prob", "ratio", "coefficient") to numbers
-    (B, T); clipped: (B, T), true where clipping stopped a token's gradient. labels: a name for each completion.
+    (B, T); clipped: (B, T), true where the ratio was clipped (``token_values`` gives both). labels:
+    a name for each completion.
     """
     import ipywidgets as w
 
@@ -219,11 +251,12 @@ STYLE = """<style>
 .gl-lists { display: flex; flex-wrap: wrap; gap: 0 2em; font-size: 90% }
 .gl-lists ul { margin: 0; padding: 0; list-style: none }
 .gl-key { display: inline-block; width: 1.1em; height: .9em; margin-right: .5em }
-.gl-text { white-space: pre-wrap; font-family: monospace; font-size: 110%; line-height: 2.2; padding-bottom: 1.5em }
-.gl-token { position: relative; unicode-bidi: isolate; padding: 2px 0 }
+.gl-text { position: relative; white-space: pre-wrap; font-family: monospace; font-size: 110%; line-height: 2.2;
+  padding-bottom: 2.4em }
+.gl-token { unicode-bidi: isolate; padding: 2px 0 }
 .gl-cut { outline: 2px solid currentColor; outline-offset: -1px }
 .gl-token:focus { outline: 3px dotted currentColor; outline-offset: 2px }
-.gl-token:hover::after, .gl-token:focus::after { content: attr(data-tip); position: absolute; left: 0; top: 100%;
-  z-index: 9; padding: 0 .5em; white-space: pre; color: var(--jp-ui-inverse-font-color1, Canvas);
+.gl-token:hover::after, .gl-text:not(:has(.gl-token:hover)) .gl-token:focus::after { content: attr(data-tip);
+  position: absolute; left: 0; bottom: 0; padding: 0 .5em; color: var(--jp-ui-inverse-font-color1, Canvas);
   background: var(--jp-inverse-layout-color1, CanvasText) }
 </style>"""
