@@ -87,7 +87,7 @@ def timeline_figure(outcomes, title="One pass under a cap on memory"):
         if "backward" in steps:
             at = steps.index("backward")
             ax.annotate("backward", (seconds[at], held[at]), (0, 14), textcoords="offset points", fontsize=9,
-                        ha="center", **style)  # fmt: skip
+                        ha="right", **style)  # fmt: skip
         ax.plot(seconds, held, line, linewidth=2, drawstyle="steps-post", label=label, **style)
     for cap in dict.fromkeys(outcome.cap for outcome in outcomes):
         ax.axhline(cap, color=GREY, linestyle=":", linewidth=1.5)

@@ -40,9 +40,26 @@ def test_where_the_system_sets_no_limit_the_child_is_killed_above_the_cap(monkey
     assert max(size for _, size, _ in outcome.timeline) > cap
 
 
-def test_a_child_that_fails_otherwise_is_an_error_with_its_last_words():
-    with pytest.raises(RuntimeError, match="impl = 'neither': the child ended with exit code 1"):
-        run_capped(**SHAPE, impl="neither", cap=1 << 30)
+@pytest.mark.parametrize(
+    "code, line, ended, wanted",
+    [
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.25 GiB. GPU 0 has", "out of memory",
+         int(9.25 * 2**30)),
+        (1, "MemoryError", "out of memory", None),
+        (137, "sample 0.5 7 forward", "killed", None),
+        (0, "", "survived", None),
+    ],
+)  # fmt: skip
+def test_how_it_ended_is_read_off_its_last_words(monkeypatch, code, line, ended, wanted):
+    monkeypatch.setattr(oom, "run_command", lambda command, on_line, env: on_line(line) or code)
+    outcome = run_capped(**SHAPE, impl="naive", cap=1 << 30)
+    assert (outcome.ended, outcome.wanted) == (ended, wanted)
+
+
+def test_a_child_that_fails_otherwise_is_an_error_with_its_last_words(monkeypatch):
+    monkeypatch.setattr(oom, "run_command", lambda command, on_line, env: on_line("ValueError: too odd") or 1)
+    with pytest.raises(RuntimeError, match="impl = 'naive': the child ended with exit code 1:\nValueError: too odd"):
+        run_capped(**SHAPE, impl="naive", cap=1 << 30)
 
 
 def test_the_timeline_is_drawn_with_its_death_and_its_cap():
