@@ -1,9 +1,9 @@
 """A training run while it happens: ``dashboard.attach(trainer)`` before ``trainer.train()``, as ``run.attach``.
 
 Curves of what TRL logs, memory, where each step's time went as the host sees it, and the newest completions with their
-rewards. It draws at most ten times a second and waits fifty times as long as a drawing took, so that drawing costs
-training at most 2 %. Where nobody watches nothing is drawn before the end, which leaves one picture. Left out: what
-other processes than the first hold, and everything that needs a server.
+rewards. It draws at most ten times a second and waits fifty times as long as a drawing took, so that all of it costs
+about 2 % of the training's time. Where nobody watches nothing is drawn before the end, which leaves one picture. Left
+out: what other processes than the first hold, and everything that needs a server.
 """
 
 import html
