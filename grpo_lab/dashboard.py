@@ -111,6 +111,8 @@ class Dashboard(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.trainer._generate_and_score_completions = self._generate
+        if not self._points:
+            return
         figure = plots.panels_figure(self.rows, self._filled())
         if self.view is None:
             plots.show(figure)

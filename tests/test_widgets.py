@@ -143,6 +143,10 @@ def test_the_dashboard_draws_what_is_logged_and_no_more_often_than_it_may(monkey
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data) or output)
     live = dashboard.Dashboard(trainer)
     live.on_train_begin(None, state, None)
+    live.on_train_end(None, state, None)
+    assert not updated, "nothing was logged, nothing is drawn"
+    shown.clear()
+    live.on_train_begin(None, state, None)
     for step in range(1, 301):
         state.global_step = step
         live.on_step_begin(None, state, None)
