@@ -9,11 +9,10 @@ import base64
 import io
 import itertools
 import json
-import math
 
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
 # Okabe and Ito, "Color Universal Design" (2008); their yellow is left out, too pale for lines on white.
 BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY = "#0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #666666".split()
@@ -71,34 +70,6 @@ def format_bytes(count):
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} GiB"
-
-
-def timeline_figure(outcomes, title="One pass under a cap on memory"):
-    """What each capped pass held from moment to moment; a cross where it died. outcomes: of ``oom.run_capped``."""
-    figure, ax = axes(title, "seconds since the pass began", "memory beyond the inputs")
-    for outcome, line in zip(outcomes, itertools.cycle(["-", "--"])):
-        seconds, held, steps = zip(*outcome.timeline)
-        style = {"color": IMPL_COLOURS.get(outcome.impl, GREY)}
-        label = f"{outcome.impl}: {outcome.ended}"
-        if outcome.ended != "survived":
-            label += f" in the {steps[-1]} pass"
-            label += f", refused {format_bytes(outcome.wanted)} more" if outcome.wanted else ""
-            ax.plot(seconds[-1], held[-1], "X", markersize=11, label="_death", **style)
-        if "backward" in steps:
-            at = steps.index("backward")
-            ax.annotate("backward", (seconds[at], held[at]), (0, 14), textcoords="offset points", fontsize=9,
-                        ha="right", **style)  # fmt: skip
-        ax.plot(seconds, held, line, linewidth=2, drawstyle="steps-post", label=label, **style)
-    for cap in dict.fromkeys(outcome.cap for outcome in outcomes):
-        ax.axhline(cap, color=GREY, linestyle=":", linewidth=1.5)
-        ax.text(1, cap, f"cap {format_bytes(cap)} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom",
-                fontsize=9, color=GREY)  # fmt: skip
-    most = max(max(o.cap, *(held for _, held, _ in o.timeline)) for o in outcomes)
-    ax.set_ylim(0, 1.12 * most)
-    ax.yaxis.set_major_locator(MultipleLocator(2 ** int(math.log2(most / 3))))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_bytes(y)))
-    ax.legend(fontsize=8, frameon=False, loc="center right")
-    return figure
 
 
 def smoothed(values, window):

@@ -1,11 +1,17 @@
-"""The pictures of the widgets' first views, for a headless run, GitHub and print. Figures as in ``plots.py``."""
+"""The pictures of the widgets' first views, for a headless run, GitHub and print, and of a pass under a cap on memory.
+
+Figures as in ``plots.py``.
+"""
+
+import itertools
+import math
 
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from grpo_lab.plots import BLUE, GREY, RED, axes, format_bytes
+from grpo_lab.plots import BLUE, GREY, IMPL_COLOURS, RED, axes, format_bytes
 from grpo_lab.widgets import signed, tensor_looks
 
 HATCHES = (None, "//", "||", "\\\\", "..")
@@ -82,4 +88,32 @@ def tokens_figure(completions, name, values, clipped, labels=None, columns=84):
         f"{name} of each token: blue, solid line above {1 if name == 'ratio' else 0}; red, dashed below; boxed: clipped"
     )
     ax.set_title(title, fontsize=10, loc="left")
+    return figure
+
+
+def capped_figure(outcomes, title="One pass under a cap on memory"):
+    """What each capped pass held from moment to moment; a cross where it died. outcomes: of ``oom.run_capped``."""
+    figure, ax = axes(title, "seconds since the pass began", "memory beyond the inputs")
+    for outcome, line in zip(outcomes, itertools.cycle(["-", "--"])):
+        seconds, held, steps = zip(*outcome.timeline)
+        style = {"color": IMPL_COLOURS.get(outcome.impl, GREY)}
+        label = f"{outcome.impl}: {outcome.ended}"
+        if outcome.ended != "survived":
+            label += f" in the {steps[-1]} pass"
+            label += f", refused {format_bytes(outcome.wanted)} more" if outcome.wanted else ""
+            ax.plot(seconds[-1], held[-1], "X", markersize=11, label="_death", **style)
+        if "backward" in steps:
+            at = steps.index("backward")
+            ax.annotate("backward", (seconds[at], held[at]), (0, 14), textcoords="offset points", fontsize=9,
+                        ha="right", **style)  # fmt: skip
+        ax.plot(seconds, held, line, linewidth=2, drawstyle="steps-post", label=label, **style)
+    for cap in dict.fromkeys(outcome.cap for outcome in outcomes):
+        ax.axhline(cap, color=GREY, linestyle=":", linewidth=1.5)
+        ax.text(1, cap, f"cap {format_bytes(cap)} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom",
+                fontsize=9, color=GREY)  # fmt: skip
+    most = max(max(o.cap, *(held for _, held, _ in o.timeline)) for o in outcomes)
+    ax.set_ylim(0, 1.12 * most)
+    ax.yaxis.set_major_locator(MultipleLocator(2 ** int(math.log2(most / 3))))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_bytes(y)))
+    ax.legend(fontsize=8, frameon=False, loc="center right")
     return figure

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from grpo_lab import oom, plots
+from grpo_lab import oom, widget_plots
 from grpo_lab.memory import predict_loss_bytes
 from grpo_lab.oom import Outcome, run_capped
 
@@ -66,7 +66,7 @@ def test_the_timeline_is_drawn_with_its_death_and_its_cap():
     rise = [(0.1 * i, i << 20, "forward") for i in range(5)]
     dead = Outcome("naive", 5 << 20, rise, "out of memory", 3 << 20, "")
     alive = Outcome("chunked", 5 << 20, [*rise, (0.5, 1, "backward")], "survived", None, "")
-    (ax,) = plots.timeline_figure([dead, alive]).axes
+    (ax,) = widget_plots.capped_figure([dead, alive]).axes
     cross, naive, chunked, cap = ax.lines
     assert list(naive.get_ydata()) == [i << 20 for i in range(5)] and naive.get_color() != chunked.get_color()
     assert cross.get_xdata() == [0.4] and list(cap.get_ydata()) == [5 << 20] * 2
