@@ -1,4 +1,4 @@
-# make demo | test | lab | lint | clean.  Needs Python 3.11 or 3.12 with venv, and 4 GB of disk.
+# make demo | test | lab | lint | exercises | clean.  Needs Python 3.11 or 3.12 with venv, and 4 GB of disk.
 # A CPU build of torch, or another mirror:  make demo PIP_ARGS="--extra-index-url <the CPU index on PyTorch's install page>"
 # Another interpreter:                      make demo PYTHON=python3.12
 SHELL := /bin/bash
@@ -13,7 +13,7 @@ PIP = set -o pipefail; $(PY) -m pip install --disable-pip-version-check --progre
 SHOW = | awk '/Downloading|Processing|Building|Installing/ && !/finished/ \
     { gsub(/^ +| \(from.*|\/[^ ]*\//, ""); print "  " substr($$0, 1, 100); fflush() }'
 
-.PHONY: demo test lab lint clean
+.PHONY: demo test lab lint exercises clean
 
 demo: $(VENV)/.installed
 	@$(PY) -m grpo_lab run 06
@@ -23,6 +23,9 @@ test: $(VENV)/.installed
 
 lab: $(VENV)/.installed
 	@$(PY) -m jupyterlab notebooks/00_start_here.ipynb
+
+exercises: $(VENV)/.installed
+	@$(PY) -m grpo_lab exercises
 
 lint: $(VENV)/.installed
 	@$(PY) -m ruff check && $(PY) -m ruff format --check

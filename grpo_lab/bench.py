@@ -328,7 +328,7 @@ def main(argv=None):
             print_rows(cell)
             rows += [row | where for row in cell]
             if args.out:  # after each cell: a bench that is stopped leaves what it has measured
-                write_table(args.out / file_name(table, device), rows)
+                write_table(args.out / file_name(table, device, where["device"]), rows)
         print(f"{table}: {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

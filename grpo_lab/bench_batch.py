@@ -37,7 +37,7 @@ MODELS = MODELS | {
 # GiB that CUDA reports of an RTX 4090, an A100 of 40 GB and one of 80 GB.
 CARDS = {24: 23.6, 40: 39.4, 80: 79.1}
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
-PATIENCE = timedelta(seconds=90)  # with a rank that is still in a trial when another has ended its own
+PATIENCE = timedelta(seconds=30)  # with a rank that is still in a trial when another has ended its own
 
 
 def batch_tables(device, models, tunings, dtypes, cards, config, processes, providers=None, seed=0):
@@ -73,7 +73,8 @@ def launched(spec, config, processes):
             try:
                 launch(script, config=config, processes=processes, options=("--mixed_precision", precision))
             except LaunchError as error:
-                note = next((line for line in reversed(error.lines) if line), "").strip()
+                lines = [line.strip() for line in error.lines]
+                note = next((line for line in lines if "out of memory" in line), lines[-1] if lines else "")
                 print(f"  {str(error).splitlines()[0]} {note}", flush=True)
             entries = [json.loads(line) for line in journal.read_text().splitlines()]
             rows = [entry["row"] for entry in entries if "row" in entry]
@@ -94,6 +95,10 @@ def _row(spec, provider, card, **found):
     nothing = dict(largest_batch=None, failing_batch=None, peak_mib=None, ms=None, fixed_mib=None,
                    mib_per_sequence=None, note="")  # fmt: skip
     return about | nothing | found
+
+
+class _Fault(Exception):
+    """An error of a trial that is no lack of memory: the cell's row says what, and the others go on."""
 
 
 def search(folder):
@@ -136,7 +141,7 @@ def search(folder):
                     os._exit(0)  # new processes go on from here; NCCL would wait for ranks that do not come
             last.update({batch: outcomes[key]})
             if "failed" in outcomes[key]:
-                raise RuntimeError(outcomes[key]["failed"])
+                raise _Fault(outcomes[key]["failed"])
             return outcomes[key].get("peak")
 
         found = {"processes": accelerator.num_processes}
@@ -148,7 +153,7 @@ def search(folder):
             found["note"] = f"{fails}: {died}" if died else ""
             if fits:
                 found |= dict(peak_mib=last[fits]["peak"] / 2**20, ms=last[fits]["ms"])
-        except RuntimeError as error:  # no lack of memory: the row says what, and the others go on
+        except _Fault as error:
             found["note"] = str(error)
         if len(peaks) > 1:
             low, high = min(peaks), max(peaks)
@@ -187,7 +192,9 @@ def _trial(accelerator, spec, provider, card, batch):
     try:
         outcome = _two_steps(accelerator, spec, provider, card, batch)
     except Exception as error:  # noqa: BLE001  of whatever kind: the ranks compare notes on it
-        if "out of memory" not in (said := what_failed(error)):
+        said = what_failed(error)
+        print(f"    rank {accelerator.process_index}: {said}", flush=True)  # should the others not hear of it
+        if "out of memory" not in said:
             outcome = {"failed": said}
     accelerator.free_memory()
     gc.collect()

@@ -15,16 +15,17 @@ VERSIONS = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross
 def provenance(command):
     """What every recorded row carries."""
     about = describe_environment()
-    where = {"device": about["gpu"][0] if about["gpu"] else f"{about['cpu']}, {torch.get_num_threads()} threads"}
+    gpus = about["gpu"] or ([torch.cuda.get_device_name()] if torch.cuda.is_available() else [])
+    where = {"device": gpus[0] if gpus else f"{about['cpu']}, {torch.get_num_threads()} threads"}
     where |= {name: about["packages"].get(name) for name in VERSIONS}
     told = os.environ.get("GRPO_LAB_COMMIT")  # of a copy whose git knows an earlier one
     commit = about["commit"] + "-dirty" if about["commit"] and about["dirty"] and not told else about["commit"]
     return where | {"commit": commit, "time": about["time"], "command": command}
 
 
-def file_name(table, device):
-    """ "head_h200.csv", "head_geforce-rtx-4090.csv", "head_cpu.csv"."""
-    name = torch.cuda.get_device_name(device).split(" ", 1)[-1] if device.type == "cuda" else "cpu"
+def file_name(table, device, name):
+    """ "head_h200.csv", "head_geforce-rtx-4090.csv", "head_cpu.csv"; name: the device's in a record."""
+    name = name.split(",")[0].split(" ", 1)[-1] if device.type == "cuda" else "cpu"
     return f"{table}_{name.lower().replace(' ', '-')}.csv"
 
 

@@ -1,7 +1,8 @@
 """The command line: ``python -m grpo_lab run 06 -p seed 3 -f params.yaml`` executes a notebook into its run folder.
 
-``python -m grpo_lab bench`` measures loss heads side by side (``bench.py``), ``doctor`` looks this machine over, and
-``clock`` times the notebooks.
+``python -m grpo_lab bench`` measures loss heads side by side (``bench.py``), ``doctor`` looks this machine over,
+``clock`` times the notebooks, ``exercises`` writes the exercise notebooks, and ``progress FOLDER...`` prints who has
+passed which.
 
 papermill does the executing, in the notebooks' folder as JupyterLab does; the folder is the one that ``open_run`` in
 the notebook names, so the same parameters again show a finished run and resume an interrupted one.
@@ -17,6 +18,8 @@ import sys
 from pathlib import Path
 
 from grpo_lab.doctor import CLONE, examine, explain_failure
+from grpo_lab.exercises import write_exercises
+from grpo_lab.progress import collected, table
 from grpo_lab.runs import Run, executing, load_run, open_run, read_json, run_folder, set_aside
 
 
@@ -196,6 +199,9 @@ def main(argv=None):
     commands.add_parser("doctor", help="what this machine has and lacks for the notebooks, each fault with its repair")
     command = commands.add_parser("clock", help="measure time and memory of the notebooks for the README's ladder")
     command.add_argument("numbers", nargs="*", help="00, 05, ... (default: those that have changed)")
+    commands.add_parser("exercises", help="write notebooks/exercises/ from the solved notebooks")
+    command = commands.add_parser("progress", help="who has passed which exercise, from the students' progress files")
+    command.add_argument("paths", nargs="+", metavar="FOLDER", help="a folder of progress files, or one such file")
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "clock":
@@ -204,6 +210,12 @@ def main(argv=None):
             return clock.main(arguments.numbers)
         if arguments.command == "doctor":
             return int(any(finding.level == "FAULT" for finding in examine()))
+        if arguments.command == "exercises":
+            print(*(path.relative_to(CLONE) for path in write_exercises()), sep="\n")
+            return 0
+        if arguments.command == "progress":
+            print(table(collected(arguments.paths)))
+            return 0
         return run(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

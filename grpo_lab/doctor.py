@@ -83,6 +83,8 @@ def explain_failure(error, folder="."):
         text, name = str(error).lower(), type(error).__name__
         if isinstance(error, KeyboardInterrupt):
             return "interrupted", RESUME
+        if name == "ServerError":
+            return "server died", "See its last lines in the error; once that is repaired: " + RESUME
         if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory|not enough memory", text):
             return "out of memory", (
                 "Lower per_device_train_batch_size (and raise gradient_accumulation_steps by the same factor), "
@@ -97,8 +99,8 @@ def explain_failure(error, folder="."):
             )
         if isinstance(error, ConnectionError) or name in ("ConnectionError", "ConnectTimeout", "ReadTimeout"):
             return "server unreachable", (
-                "Start the vLLM server (`trl vllm-serve --model ...`), check vllm_server_host and vllm_server_port, "
-                "and see its log for why it ended. " + RESUME
+                "Start the vLLM server (grpo_lab.serve.VllmServer), check vllm_server_base_url, and see what it wrote "
+                "last. " + RESUME
             )
         if name == "LaunchError":
             return "rank died", "See its last lines in the error; once that is repaired: " + RESUME
@@ -202,16 +204,26 @@ def _kernel():
         yield Finding("FAULT", f"notebooks start another Python, {program}", repair)
 
 
-def _gpus():
+def gpu_memory():
+    """``(free, total)`` GiB of each GPU that nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES says."""
+    return [(float(free) / 1024, float(total) / 1024) for _, total, free, *_ in _gpu_rows()]
+
+
+def _gpu_rows():
     query = "--query-gpu=name,memory.total,memory.free,driver_version,compute_cap"
-    lines = (_command_output("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines()
-    if not lines:
+    text = _command_output("nvidia-smi", query, "--format=csv,noheader,nounits") or ""
+    return [line.split(", ") for line in text.splitlines()]
+
+
+def _gpus():
+    rows = _gpu_rows()
+    if not rows:
         return
     try:
         import torch
     except ImportError:
         return  # named by _packages
-    driver, pinned = lines[0].split(", ")[3], dict(_pins())["torch"]
+    driver, pinned = rows[0][3], dict(_pins())["torch"]
     if torch.version.cuda is None:
         yield Finding("FAULT", f"torch {torch.__version__} is a build without CUDA", _pip("--force-reinstall",
                       f"torch=={pinned}") + "   (PyPI's build for Linux has CUDA)")  # fmt: skip
@@ -221,8 +233,7 @@ def _gpus():
         repair = "unset CUDA_VISIBLE_DEVICES" if hidden else "install a newer driver, then restart"
         yield Finding("FAULT", f"torch (CUDA {torch.version.cuda}) cannot use the GPU: driver {driver}", repair)
         return
-    for i, line in enumerate(lines):
-        name, total, free, _, capability = line.split(", ")
+    for i, (name, total, free, _, capability) in enumerate(rows):
         text = f"GPU {i}: {name}, {float(free) / 1024:.0f} of {float(total) / 1024:.0f} GiB free, driver {driver}"
         if float(free) < 0.5 * float(total):
             yield Finding("note", text + ": another process holds the rest", "nvidia-smi   (lists who)")

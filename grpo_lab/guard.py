@@ -2,7 +2,8 @@
 
 torchrun and vLLM start their workers in sessions of their own, which neither an interrupt nor the death of a notebook's
 kernel reaches. This process stands between: when it is told to end (SIGTERM), when the parent is gone, and when the
-command has ended, it ends whatever the command has started. ``launch.py`` runs it; it imports nothing of the package.
+command has ended, it ends whatever the command has started. ``start`` runs a command so; this file imports nothing of
+the package.
 """
 
 import ctypes
@@ -16,6 +17,14 @@ import psutil
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL: what a rank has to save lies in its last checkpoint
 POLL = 0.1
+
+
+def start(command, env=None):
+    """The running process (``subprocess.Popen``) of a command under guard: its output, stderr included, is text in
+    ``stdout``; ``terminate()`` ends all of it."""
+    guarded = [sys.executable, "-P", __file__, str(os.getpid()), *map(str, command)]
+    options = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(guarded, env=env, text=True, encoding="utf-8", errors="replace", **options)
 
 
 def end_descendants():

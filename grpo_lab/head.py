@@ -1,8 +1,9 @@
-"""Reads a model's output head, and runs a loss on it inside the model's own forward.
+"""Runs a loss on a model's output head, where the model itself would run it.
 
 A loss that multiplies hidden states by the head's weight has to see the same logits that the model would make: weight,
-bias, softcap, scale, and a LoRA adapter on the head. It also has to run where the wrappers (DDP, FSDP) expect the head
-to run. ``score_in_forward`` does the second, ``read_head`` the first; a head that it cannot read is refused by name.
+bias, softcap, scale, and a LoRA adapter on the head. It also has to see them where the wrappers (DDP, FSDP, DeepSpeed)
+have the parameters whole: inside the forward of the module that owns them. ``in_head`` does both, ``score_in_forward``
+gives them a place in the model's own forward; a head that cannot be read is refused by name.
 """
 
 import functools
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.utils import ModelOutput
 
-_SUPPORTED = "supported: a plain or FSDP2 nn.Linear, PEFT's modules_to_save or LoRA around one"
+_SUPPORTED = (
+    "supported: a plain nn.Linear, PEFT's modules_to_save or LoRA around one, under DDP, FSDP 1 and 2, DeepSpeed ZeRO"
+)
 
 
 class OutputHead(NamedTuple):
@@ -40,34 +43,96 @@ class OutputHead(NamedTuple):
         return self._replace(lora_states=None if states is None else states[rows, positions])
 
 
-def read_head(model, hidden: torch.Tensor | None = None) -> OutputHead:
-    """The output head of a causal language model. ``hidden`` ``(B, L, H)``, which LoRA adapters on the head need, is
-    what it is applied to: their dropout draws once, here. Raises ValueError for a wrapped, quantised or sharded head
-    that a loss cannot read, and for an adapter that is no sum of products."""
+def in_head(model, hidden: torch.Tensor, score: Callable):
+    """``score(hidden, head)``, run as the forward of a causal language model's output head on ``hidden`` ``(B, L, H)``.
+
+    The head's module is called, and each module that holds a part of a LoRA adapter on it, one inside the other. So
+    whatever a wrapper does around a module's forward and backward happens here as well, once a call: parameters are
+    gathered and cast, hidden states too, gradients are reduced. The adapter's dropout draws once.
+
+    Returns:
+        What ``score`` returned, tensors in it as the wrappers' hooks left them.
+
+    Raises:
+        ValueError: a quantised, sharded or unknown head that a loss cannot read, an adapter that is no sum of products.
+    """
     module = model.get_output_embeddings()
     if module is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: expected a causal language model")
-    if hasattr(module, "modules_to_save"):  # PEFT trains a copy of the head and keeps the original beside it
-        adapters = [] if module.disable_adapters else [a for a in module.active_adapters if a in module.modules_to_save]
-        module = module.modules_to_save[adapters[0]] if adapters else module.original_module
-    layer, adapters = module, []
+    layer = base = _unwrapped(module)
+    adapters = []
     if is_adapted(layer):
-        adapters, module = active_adapters(layer), layer.base_layer
-    if not isinstance(module, torch.nn.Linear):
-        raise ValueError(f"the output head is a {type(module).__module__}.{type(module).__name__}; {_SUPPORTED}")
-    weight, bias = module.weight, module.bias
-    if hasattr(weight, "quant_state") or not weight.is_floating_point():
-        raise ValueError(f"the output head is quantised ({type(weight).__name__}, {weight.dtype}); {_SUPPORTED}")
-    if hasattr(weight, "ds_id") and not weight.numel():
-        raise ValueError(f"the output head is sharded by DeepSpeed ZeRO-3; {_SUPPORTED}")
-    weight, bias = _whole(weight), _whole(bias)
-    lora = (None, None)
-    if adapters:
-        bias, *lora = _read_lora(layer, adapters, bias, hidden)
+        adapters, base = active_adapters(layer), _unwrapped(layer.base_layer)
+    if not isinstance(base, torch.nn.Linear):
+        raise ValueError(f"the output head is a {_name(type(base))}; {_SUPPORTED}")
     config = model.config.get_text_config()
-    softcaps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
-    softcap = next((getattr(config, name) for name in softcaps if getattr(config, name, None) is not None), None)
-    return OutputHead(weight, bias, softcap, _logit_scale(config), *lora)
+
+    def in_base(hidden, *products):  # the (states, weight, bias) of the adapters that have been opened
+        if len(products) < len(adapters):
+            name = adapters[len(products)]
+            a, b, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+            x = layer.lora_dropout[name](layer._cast_input_dtype(hidden, a.weight.dtype))
+
+            def in_b(states):
+                bias = None if b.bias is None else b.bias * scaling
+                return in_base(hidden, *products, (states, _checked(_unwrapped(b)), bias))
+
+            return _call(b, in_b, a(x) * scaling)  # scaled is the smaller factor
+        weight, bias = _checked(base), base.bias
+        for *_, own in products:
+            bias = own if bias is None else bias if own is None else bias + own
+        states, weights = ([product[i] for product in products] for i in (0, 1))
+        lora = [None if not x else x[0] if len(x) == 1 else torch.cat(x, -1) for x in (states, weights)]
+        return score(hidden, OutputHead(weight, bias, _softcap(config), _logit_scale(config), *lora))
+
+    if layer is base:
+        return _call(module, in_base, hidden)
+    return _call(module, lambda hidden: _call(layer.base_layer, in_base, hidden), hidden)
+
+
+def _call(module, forward, x):
+    """``module(x)`` with its hooks, and with ``forward`` for the forward of what it wraps."""
+    inner = _unwrapped(module)
+    before = vars(inner).get("forward")
+    inner.forward = forward
+    try:
+        return module(x)
+    finally:
+        if before is None:
+            del inner.forward
+        else:
+            inner.forward = before
+
+
+def _unwrapped(module):
+    """The module that FSDP1 and PEFT's modules_to_save call, in the end, when ``module`` is called."""
+    if isinstance(module, FullyShardedDataParallel):
+        return _unwrapped(module.module)
+    if hasattr(module, "modules_to_save"):  # PEFT trains a copy of the head and keeps the original beside it
+        active, copies = module.active_adapters, module.modules_to_save
+        saved = active and not module.disable_adapters and all(name in copies for name in active)
+        return _unwrapped(copies[active[0]] if saved else module.original_module)
+    return module
+
+
+def _checked(linear):
+    """A linear layer's weight, if it is a whole tensor of numbers."""
+    weight, kind = linear.weight, type(linear.weight)
+    plain = kind in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
+    if not plain or weight.dim() != 2 or weight.numel() != linear.in_features * linear.out_features:
+        what = f"a {_name(kind)} of shape {tuple(weight.shape)} and {weight.dtype}"
+        if hasattr(weight, "ds_id"):
+            what += ", sharded by DeepSpeed ZeRO-3, whose hooks the model lost"
+        elif hasattr(weight, "placements"):
+            what += f", placed {weight.placements} over {weight.device_mesh}, as by tensor parallelism"
+        elif not plain:
+            what += ", as of a quantised layer"
+        raise ValueError(f"the weight of the output head's {_name(type(linear))} is {what}; {_SUPPORTED}")
+    return weight
+
+
+def _name(kind):
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_adapted(module) -> bool:
@@ -79,11 +144,10 @@ def active_adapters(layer) -> list[str]:
     """Names of the adapters that a LoRA layer adds to its base layer now: none if they are disabled or merged. Raises
     ValueError for another tuner's layer and for a LoRA that adds more than a product."""
     from peft.tuners.lora import Linear
-    from torch.distributed.fsdp import FSDPModule
 
     kind = type(layer).__bases__[1] if isinstance(layer, FSDPModule) else type(layer)  # fully_shard derives a class
     if kind is not Linear:
-        raise ValueError(f"the output head is a {kind.__module__}.{kind.__name__}; {_SUPPORTED}")
+        raise ValueError(f"the output head is a {_name(kind)}; {_SUPPORTED}")
     if layer.merged and layer.disable_adapters:
         layer.unmerge()  # as the layer's own forward does
     if layer.merged or layer.disable_adapters:
@@ -99,32 +163,9 @@ def active_adapters(layer) -> list[str]:
     return names
 
 
-def _read_lora(layer, adapters, bias, hidden):
-    """``(bias, states, weight)`` of a LoRA layer, whose adapters lie side by side along r."""
-    if hidden is None:
-        raise ValueError("hidden: got None, expected the states that the LoRA adapter on the output head reads")
-    states, weights = [], []
-    for name in adapters:
-        a, b, r, scaling = layer.lora_A[name].weight, layer.lora_B[name], layer.r[name], layer.scaling[name]
-        if a.shape != (r, layer.in_features) or b.weight.shape != (layer.out_features, r):
-            raise ValueError(f"adapter {name!r} on the output head is sharded, by FSDP1 or ZeRO-3; {_SUPPORTED}")
-        hidden = layer._cast_input_dtype(hidden, a.dtype)
-        # Scaled is the smaller factor. No submodule is called: FSDP2 has made the weights whole, or _whole does.
-        states.append(F.linear(layer.lora_dropout[name](hidden), _whole(a)) * scaling)
-        weights.append(_whole(b.weight))
-        if b.bias is not None:
-            own = _whole(b.bias) * scaling
-            bias = own if bias is None else bias + own
-    return (bias, *(x[0] if len(x) == 1 else torch.cat(x, -1) for x in (states, weights)))
-
-
-def _whole(x):
-    """A tensor, gathered where FSDP2 has it in shards. Ranks have batches of their own: its gradient is their mean."""
-    if not hasattr(x, "full_tensor"):
-        return x
-    from torch.distributed.tensor import Partial
-
-    return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
+def _softcap(config) -> float | None:
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
 def _logit_scale(config) -> float:
@@ -163,7 +204,7 @@ def score_in_forward(model) -> None:
         if kwargs.get("output_router_logits"):
             aux_loss = _load_balancing_loss(self.config.get_text_config(), backbone.router_logits, kwargs)
         hidden = backbone.last_hidden_state
-        return ScoredOutput(**score(hidden, read_head(self, hidden)), aux_loss=aux_loss)
+        return ScoredOutput(**in_head(self, hidden, score), aux_loss=aux_loss)
 
     model.forward = types.MethodType(forward, model)
 

@@ -60,10 +60,9 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 # Arguments that may be any number, or lie anywhere, without another compilation
 _VARYING = ("state_stride", "first")
-_UNALIGNED = (
-    "ids_ptr", "at_ptr", "state_ptr", "sums_ptr", "sums2_ptr", "peak_ptr", "log_norm_ptr", "rest_ptr", "entropy_ptr",
-    "c_ptr", "bonus_ptr",
-)  # fmt: skip
+_UNALIGNED = tuple(
+    "ids_ptr at_ptr state_ptr sums_ptr sums2_ptr peak_ptr log_norm_ptr rest_ptr entropy_ptr c_ptr bonus_ptr".split()
+)
 _compiled = {}
 
 if triton is not None:
@@ -382,8 +381,7 @@ def put_rows(
         return
     if backend == "triton":
         state, c, weight, ids = numerators_of or (x, x, x, at)
-        dense = numerators_of is None or weight.stride(1) == 1 and weight.data_ptr() % 16 == 0
-        if not dense:  # the kernel reads rows that are aligned and dense
+        if numerators_of and (weight.stride(1) != 1 or weight.data_ptr() % 16):  # it reads aligned, dense rows
             weight, ids = weight[ids].contiguous(), torch.arange(len(ids), device=ids.device)
         numbers, (_, has_softcap) = _logit_args(logit_scale, softcap, inv_t)
         args = at, state, state.stride(0), c, weight, weight.stride(0), ids, x.shape[1], float(gain), *numbers

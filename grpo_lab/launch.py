@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,9 +50,7 @@ def run_command(command, on_line, env=None):
     Returns the exit code. Whatever ends this call early, an interrupt too, ends the command and every process that it
     has started, and so does the death of this process.
     """
-    guarded = [sys.executable, "-P", guard.__file__, str(os.getpid()), *map(str, command)]
-    options = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    process = subprocess.Popen(guarded, env=env, text=True, encoding="utf-8", errors="replace", **options)
+    process = guard.start(command, env)
     try:
         for line in process.stdout:
             on_line(line.rstrip("\n"))
@@ -71,6 +68,7 @@ def launch(script, *arguments, config, processes=None, options=()):
     ddp_8, fsdp_2, fsdp_8, fsdp_nodes, zero3_2, zero3_8), or the path of one; processes: in place of the file's number;
     options: more options of ``accelerate launch``, such as ("--machine_rank", 1).
 
+    Progress (bars, and lines as ``step 3/20 ...``) is drawn in place, or shown every five seconds where nobody watches.
     Raises ValueError for a config that is not there or asks for more GPUs than there are, and LaunchError when the
     script fails. Warns of GPU memory that this process holds and the children need.
     """
@@ -200,16 +198,20 @@ class _Output:
         else:
             died = [(int(rank), int(status)) for rank, status in DIED.findall(said)]
 
+        def text(rank):
+            return "\n".join(self.ranks[rank])
+
         def followed(failure):
             rank, status = failure
-            text = "\n".join(self.ranks[rank])
-            return bool(LOST.search(text)) or status == -signal.SIGTERM and "Traceback" not in text
+            return bool(LOST.search(text(rank))) or status == -signal.SIGTERM and "Traceback" not in text(rank)
 
         if not died:
             lines = self.launcher or list(self.ranks[0])
             return LaunchError(f"accelerate's launcher ended with exit code {code}:", code, None, lines[-KEPT:])
         rank, status = min(died, key=followed)
         name = "the process" if self.processes == 1 else f"rank {rank} of {self.processes}"
+        if status in (-signal.SIGABRT, -signal.SIGTERM) and "Traceback" in text(rank):
+            status = 1  # after its exception gloo aborted it (pytorch/pytorch#179291), or the launcher ended it
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
             how += " (the system does that when memory runs out)" if status == -signal.SIGKILL else ""
@@ -217,5 +219,6 @@ class _Output:
             how = f"ended with exit code {status}"
         if followed((rank, status)):
             how += " because another rank was gone: see the output of the other machines"
-        lines = list(self.ranks[rank])
+        # torchrun passes on both streams of a rank, not in order; torch marks the lines of an exception so
+        lines = sorted(self.ranks[rank], key=lambda line: line.startswith(f"[rank{rank}]:"))
         return LaunchError(f"{name} {how}; {'its last lines:' if lines else 'it wrote nothing'}", code, rank, lines)

@@ -1,6 +1,7 @@
 """Memory of the loss head: bytes predicted tensor by tensor, and peaks measured on a GPU or in this process.
 
-``predict_loss_bytes`` is the derivation of notebook 01 as code; ``measure_peak`` checks it. Left out: the model's body,
+``predict_loss_bytes`` is the derivation of notebook 01 as code; ``measure_peak`` checks it; ``Watch`` follows the bytes
+of tensors operation by operation, and counts matrix products, as notebook 02 draws them. Left out: the model's body,
 the optimiser, and what a BLAS library keeps for itself. On Linux and on CUDA a peak is exact to about a megabyte;
 elsewhere the process's memory is sampled, so a peak shorter than a few milliseconds can be missed. ``largest_batch``
 searches for the largest batch that fits; ``bench_batch.py`` has the trials of whole training steps.
@@ -9,13 +10,18 @@ searches for the largest batch that fits; ``bench_batch.py`` has the trials of w
 import ctypes
 import gc
 import threading
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_lab.plan import Problem, choose
 
+_PRODUCTS = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_
+_PICKS = torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.index_put_
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -85,6 +91,49 @@ def measure_peak(fn, device="cpu"):
         before = _status_bytes("VmRSS")
         result = fn()
         return result, max(0, _status_bytes("VmHWM") - before)
+
+
+class Watch(TorchDispatchMode):
+    """``with Watch() as watch:`` follows every tensor that PyTorch makes, on any device, in the backward pass too.
+
+    ``timeline``: bytes of the new tensors alive after each operation; ``products``: multiplications of each matrix
+    product; ``largest``: elements of the largest new tensor; ``moved``: bytes of the tensors that operations read and
+    write. What an operation takes and frees within itself, and what a Triton kernel does, is not seen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.timeline, self.products, self.largest, self.moved = [0], [], 0, 0
+        self._alive, self._bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        old = {id(x.untyped_storage()) for x in given}
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if not func.is_view:
+            picked = given[0].untyped_storage() if func.overloadpacket in _PICKS else None  # of it, a few elements only
+            touched = (x for x in given + made if x.untyped_storage() is not picked)
+            self.moved += sum(x.numel() * x.dtype.itemsize for x in touched)
+        for x in made:
+            if id(x.untyped_storage()) not in old | self._alive.keys():
+                self._follow(x.untyped_storage())
+                self.largest = max(self.largest, x.numel())
+        self.timeline.append(self._bytes)
+        if func.overloadpacket in _PRODUCTS:
+            a, b = given[-3:-1] if "out" in (kwargs or {}) else given[-2:]
+            self.products.append(a.shape[0] * a.shape[1] * b.shape[1])
+        return out
+
+    def _follow(self, storage):
+        key, size = id(storage), storage.nbytes()
+
+        def freed(_):
+            del self._alive[key]
+            self._bytes -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self._bytes += size
 
 
 def largest_batch(trial, limit, peaks=None, first=4):

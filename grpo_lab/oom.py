@@ -5,7 +5,8 @@
 
 The child tells its parent how much it holds from moment to moment, so that the timeline is there however it dies. On
 Linux the system itself refuses what exceeds the cap, on a GPU torch's allocator does; elsewhere the child is killed
-when it is seen above the cap, as a system does that is out of memory. ``widget_plots.capped_figure`` draws what came back.
+when it is seen above the cap, as a system does that is out of memory. ``widget_plots.capped_figure`` draws
+what came back.
 """
 
 import json

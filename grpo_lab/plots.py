@@ -258,6 +258,46 @@ def heads_figure(rows, title="Loss heads side by side", longest_ms=None):
     return figure
 
 
+def timelines_figure(timelines, title="Bytes of tensors alive, operation by operation"):
+    """How memory rises and falls during a pass. timelines: name to bytes after each operation (``memory.Watch``);
+    each is stretched to the same width, so that passes of few and of many operations can be compared."""
+    figure, ax = axes(title, "operations done", "tensors alive, MiB")
+    for (name, line), colour in zip(timelines.items(), itertools.cycle((RED, ORANGE, GREEN, BLUE))):
+        share = [round(i / max(1, len(line) - 1), 4) for i in range(len(line))]
+        alive = [round(size / 2**20, 2) for size in line]
+        ax.plot(share, alive, color=colour, linewidth=1.6, label=name, drawstyle="steps-post")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
+    ax.set_xlim(0, 1)
+    ax.set_ylim(0)
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def stages_figure(rows, columns, title):
+    """Panels of horizontal bars beside each other, one bar for each row. rows: dicts with ``stage`` and the columns;
+    columns: key to the panel's label."""
+    figure, panels = bar_panels(title, columns.values(), [row["stage"] for row in rows])
+    for ax, key, colour in zip(panels, columns, PALETTE):
+        values = [row[key] for row in rows]
+        bars = ax.barh(range(len(rows)), values, 0.6, color=colour)
+        ax.bar_label(bars, [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values], fontsize=8,
+                     padding=2)  # fmt: skip
+    return figure
+
+
+def lines_figure(x, lines, title, x_label, y_label, log=True):
+    """Lines over the same x. lines: name to values; log: both axes are logarithmic."""
+    figure, ax = axes(title, x_label, y_label)
+    for (name, values), colour, style in zip(lines.items(), PALETTE, itertools.cycle(("-", "--", ":"))):
+        ax.plot(x, values, style, color=colour, label=name)
+    if log:
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
 def interactive(figure):
     """The plotly twin of a figure of lines: the same points, colours and scales, with values under the pointer."""
     from plotly.subplots import make_subplots
@@ -275,7 +315,8 @@ def interactive(figure):
             x, y = (list(map(float, values)) for values in line.get_data())
             colour, dash, name = line.get_color(), dashes.get(line.get_linestyle()), line.get_label()
             if dash:
-                style = {"mode": "lines", "line": {"color": colour, "dash": dash}}
+                shape = "hv" if line.get_drawstyle() == "steps-post" else "linear"
+                style = {"mode": "lines", "line": {"color": colour, "dash": dash, "shape": shape}}
             else:
                 marker = {"color": colour, "symbol": symbols[line.get_marker()], "size": 8}
                 style = {"mode": "markers", "marker": marker}

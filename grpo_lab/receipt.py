@@ -9,7 +9,7 @@ the hidden states and of what trains of the head; a LoRA adapter's A gets its gr
 
 import math
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +89,10 @@ def _compare(trainer, inputs, hidden, head):
         dtype, autocast = wide, False  # which tokens are the top ones would hang on rounding
     ours = trainer.args.loss_impl
     on_policy = {k: v for k, v in inputs.items() if k not in ("old_per_token_logps", "sampling_per_token_logps")}
+    advantages, mask = inputs["advantages"], inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    if not (advantages.reshape(len(mask), -1) * mask).any():
+        # Without advantages, a policy that is still its own reference has a gradient of rounding errors
+        on_policy["advantages"] = torch.ones_like(advantages)
     checks, logps = [], None
     for case in ("on-policy", "off-policy"):
         batch = on_policy if case == "on-policy" else _off_policy(inputs, logps)
@@ -101,9 +105,7 @@ def _compare(trainer, inputs, hidden, head):
             loss, grads, logps = _loss_and_grads(trainer, batch, hidden, head, ours)
             if not math.isfinite(loss) and not torch.isfinite(hidden).all():
                 raise ReceiptError("the model's hidden states are not finite on the first batch: nothing to compare")
-            # Without advantages a policy that is still its own reference has a gradient of rounding errors.
-            nothing = case == "on-policy" and not batch["advantages"].any()
-            for reference in () if nothing else (impl for impl in ("naive", "trl") if impl != ours):
+            for reference in (impl for impl in ("naive", "trl") if impl != ours):
                 expected, expected_grads, _ = _loss_and_grads(trainer, batch, hidden, head, reference)
                 # A loss is a mean of terms that cancel (advantages add up to 0): its error is relative to their size.
                 size = max(abs(expected), batch["advantages"].abs().mean().item(), 1e-6)
@@ -158,10 +160,13 @@ class _OneProcess:
 
 
 def _loss_and_grads(trainer, inputs, hidden, head, impl):
+    from trl.trainer import utils  # after trainer.py has checked TRL's version
+
     head = _cast(head)
     leaves = {k: getattr(head, k) for k in _TENSORS if getattr(getattr(head, k), "requires_grad", False)}
     leaves = {"hidden": hidden.detach().requires_grad_()} | leaves
-    with torch.enable_grad():
+    # Under ZeRO-3, TRL's kernel would have DeepSpeed gather the weight for its backward pass: this one is whole already
+    with torch.enable_grad(), changed(utils, maybe_gather_lm_head_ctx=lambda *_: nullcontext()):
         logps = None
         if impl == "trl":
             loss = _trl_loss(trainer, inputs, leaves["hidden"], head)
@@ -181,7 +186,7 @@ def _trl_loss(trainer, inputs, hidden, head):
     """TRL's ``_compute_loss``, kernels and all, on these hidden states; the metrics that it logs are discarded."""
 
     import trl
-    from trl.kernels import ChunkedLogProbFunction  # after trainer.py has checked TRL's version
+    from trl.kernels import ChunkedLogProbFunction
 
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)

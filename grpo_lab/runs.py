@@ -138,6 +138,8 @@ def _whole(checkpoint):
     """Whether a Trainer checkpoint can be resumed: state written last, every weight file there and not cut short."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        if (shards := checkpoint / "pytorch_model_fsdp_0").is_dir():  # FSDP's SHARDED_STATE_DICT: .metadata comes last
+            return (shards / ".metadata").exists() and (checkpoint / "optimizer_0" / ".metadata").exists()
         index = read_json(checkpoint / "model.safetensors.index.json")
         names = set(index["weight_map"].values()) if index else ["model.safetensors", "adapter_model.safetensors"]
         files = [checkpoint / name for name in names if index or (checkpoint / name).exists()]

@@ -11,10 +11,12 @@ import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 import trl
+from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanmax, nanmin
@@ -94,7 +96,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self):
-        if not torch.accelerator.is_available():
+        if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
             self.use_cpu = True  # else accelerate takes each process of a launch on CPUs for a training of its own
             os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else it is cpu:0, where torch.load cannot resume
             if self.bf16 is None and not self.fp16:
@@ -190,13 +192,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **kwargs)
 
         def scored_model(labels, fused_lm_head, **inputs):  # TRL slices the batch and builds the inputs; we score them
-            ids = labels[:, -logits_to_keep:]
+            ids, scored = labels[:, -logits_to_keep:], SimpleNamespace()
 
             def score(hidden, head):
                 part = slice(None), slice(-logits_to_keep - 1, -1)
-                hidden, head = hidden[part], head.at(*part)
+                hidden, head = self._head_states(hidden[part], head), head.at(*part)
                 with self._head_precision(hidden):
-                    logps, entropy = token_logps(
+                    scored.log_probs, scored.entropy = token_logps(
                         hidden,
                         head.weight,
                         ids,
@@ -204,11 +206,16 @@ class GRPOTrainer(trl.GRPOTrainer):
                         temperature=self._temperature,
                         **self._head_options(head, self.args.loss_impl),
                     )
-                return dict(log_probs=logps, entropy=entropy)
+                return dict(vars(scored))
 
-            return model(**inputs, score=score)
+            model(**inputs, score=score)
+            return scored  # not the model's output, which FSDP2 may have cast to bf16
 
-        return super()._get_per_token_logps_and_entropies(scored_model, *inputs, **kwargs)
+        scores = super()._get_per_token_logps_and_entropies(scored_model, *inputs, **kwargs)
+        for module in model.modules():  # PEFT must not enable the gathered copies of what it disabled in shards
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return scores
 
     def _compute_loss(self, model, inputs):
         if self.args.loss_impl == "trl":
@@ -219,13 +226,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         forward_inputs = {key: inputs[key] for key in _FORWARD_KEYS if key in inputs}
         if self.aux_loss_enabled:
             forward_inputs["output_router_logits"] = True
-        stats = None
+        stats = exact = None
 
         def score(hidden, head):
-            nonlocal stats
+            nonlocal stats, exact
             if training and self.receipt is None and self.args.verify_first_batch and receipt.can_tell(self, inputs):
                 self.receipt = receipt.verify(self, inputs, hidden.detach(), head)
             loss, stats = self.head_loss(hidden, head, inputs, self.args.loss_impl)
+            loss = loss * (share / accumulation)
+            exact = loss.detach()
             return dict(loss=loss)
 
         with self.accelerator.autocast():
@@ -235,7 +244,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                 score=score,
                 **forward_inputs,
             )
-        loss = output.loss * (share / accumulation)
+        loss = output.loss
+        if loss.dtype != exact.dtype:  # FSDP2's output_dtype: the gradient, 1, survived the cast, the value did not
+            loss = loss + (exact - loss.detach())
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * output.aux_loss / accumulation
         self._log_stats(stats, loss.detach(), output.aux_loss, accumulation)
@@ -253,6 +264,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if impl == "naive":
             part = slice(None), slice(left, -1)
             hidden, head, left, right = hidden[part], head.at(*part), 0, 0
+        hidden = self._head_states(hidden, head)
 
         def spread(x):
             return x if x is None or x.shape[1:] != (T,) else F.pad(x, (left, right))
@@ -294,6 +306,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _head_precision(self, hidden):
         """An fp32 head (``cast_lm_head_to_fp32``) must not be cast back by autocast."""
         return torch.autocast(hidden.device.type, enabled=False) if self.args.cast_lm_head_to_fp32 else nullcontext()
+
+    def _head_states(self, hidden, head):
+        """States that make an fp32 head's logits fp32, also where a wrapper's mixed precision has cast its weight."""
+        narrow = self.args.cast_lm_head_to_fp32 and head.weight.dtype.itemsize < 4
+        return hidden.float() if narrow else hidden
 
     def _gather_entropies(self, entropy):
         padded = self.accelerator.pad_across_processes(entropy, dim=0, pad_index=-1.0)  # an entropy is never negative

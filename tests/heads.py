@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from trl.kernels import ChunkedLogProbFunction
 
 from grpo_lab import GRPOTrainer, Objective, grpo_loss
-from grpo_lab.head import OutputHead, ScoredOutput
+from grpo_lab.head import OutputHead, ScoredOutput, in_head
 
 
 def random_inputs(B=5, T=9, H=16, V=37, dtype=torch.float64, device="cpu", scale=1.0, bias=False, off_policy=True):
@@ -78,6 +78,11 @@ def objectives(loss_type, n, seed):
 def relative(x, expected):
     x, expected = x.double(), expected.double()
     return ((x - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def read_head(model, hidden):
+    """The ``OutputHead`` that a score gets."""
+    return in_head(model, hidden, lambda hidden, head: head)
 
 
 class _Step:

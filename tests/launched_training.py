@@ -3,11 +3,13 @@
 Arguments: the run folder, optimiser steps, and words: kill-5 (rank 1 dies in step 5), fsdp (on a CPU).
 """
 
+import atexit
 import os
 import signal
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from grpo_lab import GRPOConfig, GRPOTrainer
@@ -15,6 +17,7 @@ from grpo_lab.policies import load_tiny_policy
 from grpo_lab.runs import Run
 from grpo_lab.tasks import arithmetic_problems
 
+atexit.register(lambda: print(f"in a group at the end: {dist.is_initialized()}"))  # first in, last out
 folder, steps, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 if "fsdp" in words:
     from ranks import fsdp_on_a_cpu
@@ -42,6 +45,7 @@ config = GRPOConfig(
     learning_rate=1e-3,
     lr_scheduler_type="constant",
     beta=0.04,
+    bf16=False,
     logging_steps=1,
     save_steps=2,
     report_to="none",

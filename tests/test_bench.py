@@ -310,6 +310,8 @@ def test_a_sweep_that_is_stopped_leaves_what_it_has_measured(small, tmp_path, mo
         (["--models", "Qwen3-9B"], "--models: 'Qwen3-9B' is none of Qwen3-0.6B"),
         (["--dtypes", "int8"], "--dtypes: 'int8' is none of bfloat16"),
         (["--repeats", "0"], "--repeats: 0, expected 1 or more"),
+        (["--tunings", "dora"], "--tunings: 'dora' is none of lora, full"),
+        (["--cards", "big"], "--cards: 'big', expected numbers by commas"),
     ],
 )
 def test_bad_requests_say_what_to_do(options, message, capsys):

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lab import bench_batch
+from grpo_lab import bench, bench_batch
 from grpo_lab.bench_batch import batch_tables, launched, search
+from grpo_lab.bench_files import read_table
 from grpo_lab.bench_step import TINY
 from grpo_lab.launch import LaunchError
 from grpo_lab.memory import largest_batch
@@ -57,13 +58,13 @@ def test_a_trial_that_kills_its_processes_does_not_fit_and_the_search_goes_on(mo
         with journal.open("a") as file:
             if len(calls) == 1:
                 file.write(json.dumps({"began": ["naive", 1, 9]}) + "\n")
-                raise LaunchError("rank 1 died", 1, 1, ["CUDA error: the last line"])
+                raise LaunchError("rank 1 died", 1, 1, ["rank 1: out of memory: 9 GiB", "RuntimeError: Timed out"])
             for provider, card in spec()["cells"]:
                 file.write(json.dumps({"row": bench_batch._row(spec(), provider, card, largest_batch=8)}) + "\n")
 
     monkeypatch.setattr(bench_batch, "launch", fake_launch)
     assert [row["largest_batch"] for row in launched(spec(), "cpu_2", 2)] == [8, 8]
-    died = {"trial": ["naive", 1, 9], "outcome": {"died": "CUDA error: the last line"}}
+    died = {"trial": ["naive", 1, 9], "outcome": {"died": "rank 1: out of memory: 9 GiB"}}
     assert [json.loads(line) for line in calls[1]][1:] == [died]
 
 
@@ -133,13 +134,32 @@ def test_ranks_whose_outcomes_differ_do_not_go_on(monkeypatch, others, agreed):
     assert bench_batch._agreed({"peak": 4, "ms": 3.0, "spoilt": False}, "a group") == agreed
 
 
+def test_the_table_is_asked_for_by_the_command_line_and_written_card_by_card(tmp_path, monkeypatch, capsys):
+    def fake_launched(spec, config, processes):
+        asked.append((spec["tuning"], spec["dtype"], config, processes))
+        found = dict(largest_batch=6, failing_batch=7, peak_mib=900.0, ms=20.0, fixed_mib=300.0, mib_per_sequence=100.0)
+        return [bench_batch._row(spec, *cell, **found) for cell in spec["cells"]]
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(bench_batch, "launched", fake_launched)
+    options = ["--tables", "batch", "--tunings", "lora,full", "--dtypes", "float32", "--cards", "0.5,24"]
+    assert bench.main([*options, "--providers", "naive", "chunked", "--out", str(tmp_path)]) == 0
+    assert asked == [(tuning, "float32", "cpu_2", None) for tuning in ("lora", "full")]
+    rows = read_table(tmp_path / "batch_cpu.csv")
+    assert [(row["tuning"], row["card_gb"], row["provider"]) for row in rows[:3]] == [
+        ("lora", 0.5, "naive"), ("lora", 0.5, "chunked"), ("lora", 24, "naive")]  # fmt: skip
+    assert len(rows) == 8 and rows[0]["torch"] and rows[0]["largest_batch"] == 6
+    out = capsys.readouterr().out
+    assert "batch: model tiny, tuning lora, dtype float32, checkpointing True, card_gb 0.5" in out
+    assert "batch 6: 300 MiB + 100 each" in out
+
+
 def test_two_processes_find_it_for_real(capsys):
-    """The peaks are measured: naive logits of 4,096 words leave less room than chunks do."""
     grid = (["tiny"], ["lora"], ["float32"], [0.02])
-    (rows,) = batch_tables(torch.device("cpu"), *grid, "cpu_2", None, ["naive", "chunked"])
-    naive, chunked = rows
-    for row in rows:
-        assert row["processes"] == 2 and not row["note"] and 0 < row["largest_batch"] < row["failing_batch"]
-        assert 0.5 < row["peak_mib"] / (0.02 * 1024) <= 1 and row["ms"] > 0 and row["mib_per_sequence"] > 0
-    assert chunked["largest_batch"] > naive["largest_batch"]
-    assert f"batch {chunked['failing_batch']}: does not fit" in capsys.readouterr().out
+    ((row,),) = batch_tables(torch.device("cpu"), *grid, "cpu_2", None, ["chunked"])
+    assert row["processes"] == 2 and not row["note"] and 0 < row["largest_batch"] < row["failing_batch"]
+    assert 0.5 < row["peak_mib"] / (0.02 * 1024) <= 1 and row["ms"] > 0 and row["mib_per_sequence"] > 0
+    out = capsys.readouterr().out
+    assert f"batch {row['largest_batch']}: fits" in out and f"batch {row['failing_batch']}: does not fit" in out

@@ -1,5 +1,6 @@
 """The Triton kernels against float64 and their torch twins: on a GPU, or under Triton's interpreter on a CPU."""
 
+import os
 import subprocess
 import sys
 
@@ -233,6 +234,41 @@ def test_kernels_without_a_gpu_need_the_interpreter(monkeypatch):
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         kernels.resolve_backend("triton", torch.device("cpu"))
     assert kernels.resolve_backend("auto", torch.device("cpu")) == "torch"
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from grpo_lab import kernels, twins
+
+LOW = {"c_ptr": "*fp32", "state_ptr": "*fp32", "x_ptr": "*fp32", "z_stride": "i32", "gain": "fp32", "scale": "fp32",
+       "cap": "fp32", "ids_ptr": "*i64", "at_ptr": "*i64"}
+SET = {"SLACK": twins.SLACK, "LOWEST": kernels._LOWEST}
+BLOCKS = {"_absorb_kernel": kernels.SLICE, "_row_stats_kernel": kernels.SLICE}
+for dtype in ("bf16", "fp32"):
+    for name in ("_absorb_kernel", "_row_stats_kernel", "_logits_grad_kernel", "_put_rows_kernel"):
+        kernel = getattr(kernels, name)
+        flags = [n for n in kernel.arg_names if n.isupper() and n not in SET and n != "BLOCK" and len(n) > 2]
+        for on in (False, True):
+            constants = SET | dict.fromkeys(flags, on) | {"BLOCK": BLOCKS.get(name, 1024)}
+            if on and "GRAD" in flags:
+                constants["NUMERATORS"] = False  # the one or the other
+            constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
+            signature = {n: "constexpr" if n in constants else LOW.get(n) or (
+                f"*{dtype}" if n.startswith(("z_", "g_", "e_", "out_", "weight_")) and n.endswith("ptr")
+                else "*fp32" if n.endswith("ptr") else "i32") for n in kernel.arg_names}
+            at = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
+            assert triton.compile(ASTSource(kernel, signature, at), target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+            print(name, dtype, on)
+"""
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    """The interpreter runs what a compiler refuses. Compiling needs no GPU, but Triton without its interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.count("\n") == 16, run.stderr[-3000:]
 
 
 def test_without_triton_the_twins_run_and_say_so():

@@ -14,14 +14,12 @@ import pytest
 import torch
 import transformers
 import trl
-from heads import relative
+from heads import read_head, relative
 from peft import LoraConfig, get_peft_model
-from ranks import run_on_two_ranks
 from test_trainer import SIZE, assert_same_training, logged, tiny, trained, trainer  # noqa: F401
 from trl.trainer import grpo_trainer
 
 from grpo_lab import GRPOConfig, Objective, grpo_loss, receipt, token_logps
-from grpo_lab.head import read_head
 from grpo_lab.trainer import _check_adapted_head
 
 BOTH = ["q_proj", "lm_head"]
@@ -276,64 +274,6 @@ def test_the_receipt_cuts_the_adapter_s_states_as_it_cuts_the_hidden_states(tiny
     torch.testing.assert_close(head.lora_states, expected, rtol=1e-5, atol=1e-6)
 
 
-FSDP2 = """
-import torch
-from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from grpo_lab import grpo_loss
-from grpo_lab.head import score_in_forward
-
-torch.distributed.init_process_group("gloo")
-rank, mesh = torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
-
-
-def build(adapted):
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZE, tie_word_embeddings=False))
-    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    model = get_peft_model(model, lora) if adapted else model
-    base = model.get_base_model() if adapted else model
-    score_in_forward(base)
-    return model, base
-
-
-def backward(model, rank):
-    generator = torch.Generator().manual_seed(rank)
-    ids, advantages = torch.randint(3, 40, (2, 7), generator=generator), torch.randn(2, generator=generator)
-
-    def score(hidden, head):
-        head, labels = head.at(slice(None), slice(0, -1)), ids[:, 1:]
-        mask = torch.ones_like(labels)
-        return dict(loss=grpo_loss(hidden[:, :-1], head.weight, labels, mask, advantages, lora=head.lora)[0])
-
-    model(input_ids=ids, score=score).loss.backward()
-
-
-for adapted in (False, True):
-    alone, _ = build(adapted)
-    backward(alone, 0), backward(alone, 1)
-    expected = {name: p.grad / 2 for name, p in alone.named_parameters() if p.grad is not None}
-    for wrapped in ("layers", "layers and head"):
-        model, base = build(adapted)
-        for module in [*base.model.layers] + [base.lm_head] * (wrapped != "layers"):
-            fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        backward(model, rank)
-        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-        assert set(grads) == set(expected) and any("lm_head" in name for name in grads)
-        for name in grads:
-            torch.testing.assert_close(grads[name], expected[name], rtol=1e-4, atol=1e-6, msg=f"{wrapped}: {name}")
-print("gradients are the mean over two ranks", flush=True)
-"""
-
-
-def test_gradients_of_a_head_in_fsdp2_shards(tmp_path):
-    assert run_on_two_ranks(f"SIZE = {SIZE}" + FSDP2, tmp_path).count("gradients are the mean") == 2
-
-
 REFUSED = {
     "dora": (lora(use_dora=True), "adapter 'default' on the output head is a DoraLinearVariant"),
     "ia3": (peft.IA3Config(target_modules=BOTH, feedforward_modules=[]), "peft.tuners.ia3.layer.Linear"),
@@ -363,13 +303,6 @@ def test_what_an_adapter_on_the_head_excludes_is_named(tiny, tmp_path):  # noqa:
         refused = pytest.raises(ValueError, match="use_vllm=True is not supported with an adapter on an output head")
         with refused if tied else nullcontext():
             _check_adapted_head(model, use_vllm=True)
-    with pytest.raises(ValueError, match="hidden: got None"):
-        read_head(model)
-    for factor in (model.lm_head.lora_A, model.lm_head.lora_B):
-        whole, factor["default"].weight = factor["default"].weight, torch.nn.Parameter(torch.empty(0))
-        with pytest.raises(ValueError, match="adapter 'default' on the output head is sharded"):
-            read_head(model, torch.zeros(1, 1, 32))
-        factor["default"].weight = whole
 
 
 def random_adapted_head(frozen, bias, B=4, T=7, H=12, V=37, r=3):

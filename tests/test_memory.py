@@ -10,6 +10,21 @@ from grpo_lab.plan import Plan
 MIB = 2**20
 
 
+def test_watch_follows_bytes_products_and_tables():
+    a, b = torch.randn(4, 8, requires_grad=True), torch.randn(8, 16)
+    with memory.Watch() as watch:
+        c = (a @ b).exp()
+        c.sum().backward()
+        del c
+        a.detach() + 0
+    assert watch.products == [4 * 8 * 16, 4 * 16 * 8] and watch.largest == 4 * 16
+    assert max(watch.timeline) >= 2 * 4 * 16 * 4 and watch.timeline[-1] <= 2 * 4 * 8 * 4 + 4
+    with memory.Watch() as watch:
+        b[:, 0].view(2, 4)  # views move nothing
+        b.gather(1, torch.zeros(8, 1, dtype=torch.long))  # what is gathered, not what it is gathered from
+    assert watch.moved == 8 * 8 + 8 * 4 + 8 * 8
+
+
 def exact():
     try:
         memory._CLEAR.write_text("5")

@@ -38,6 +38,24 @@ def memory_wall(summary):
         assert summary[f"answers_{gib}_gib_chunked"] > 50 * summary[f"answers_{gib}_gib_naive"] > 0
 
 
+def chunked_loss(summary):
+    """02: each step takes less memory than the one before, with 3, 3, 4 and 3 products; the package agrees."""
+    stages = ("naive", "chunked", "recomputed", "gradients_in_forward")
+    assert [round(summary[f"{stage}_products"], 2) for stage in (*stages, "package")] == [3, 3, 4, 3, 3]
+    if exact():
+        peaks = [summary[f"{stage}_peak_mib"] for stage in stages]
+        assert peaks == sorted(peaks, reverse=True) and peaks[0] > 3 * peaks[-1]
+    assert summary["package_difference"] < 1e-5 and summary["bf16_error"] > 2 * summary["fp32_error"] > 0
+
+
+def triton_kernel(summary):
+    """03: the notebook's kernels agree with the package's; eager PyTorch walks over the table many times."""
+    assert max(summary[f"{name}_difference"] for name in ("logps", "entropy", "gradient")) < 1e-4
+    assert summary["eager_walks"] > 10
+    errors = [value for name, value in summary.items() if name.endswith("error_over_eager")]
+    assert len(errors) == 4 and max(errors) < 10
+
+
 def correctness(summary):
     """04: the chunked loss errs as eager PyTorch does, and both broken losses are caught.
 
@@ -64,6 +82,8 @@ def training(summary):
 FACTS = {
     "00_start_here": one_step,
     "01_memory_wall": memory_wall,
+    "02_chunked_loss": chunked_loss,
+    "03_triton_kernel": triton_kernel,
     "04_correctness": correctness,
     "05_verifiable_rewards": verifiable_rewards,
     "06_train_single_gpu": training,

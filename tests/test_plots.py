@@ -135,6 +135,23 @@ def test_group_figure_tells_right_from_wrong_and_keeps_the_end_of_a_long_answer(
     assert names == ["1: Mia has 3 + 4 = 7 pens. #### 7", "2: Mia has 3 * 4 = 12 … #### 10"]
 
 
+def test_timelines_are_stretched_to_one_width_in_mebibytes():
+    (ax,) = plots.timelines_figure({"naive": [0, 3 * 2**20, 0], "chunked": [0, 2**20, 0, 2**20, 0]}).axes
+    assert [list(line.get_xdata()) for line in ax.lines] == [[0, 0.5, 1], [0, 0.25, 0.5, 0.75, 1]]
+    assert list(ax.lines[0].get_ydata()) == [0, 3, 0]
+    assert [(t.name, t.line.shape) for t in plots.interactive(ax.figure).data] == [("naive", "hv"), ("chunked", "hv")]
+
+
+def test_stages_and_plain_lines():
+    rows = [{"stage": "naive", "mib": 192.0, "products": 3.0}, {"stage": "chunked", "mib": 80.0, "products": 3.5}]
+    left, right = plots.stages_figure(rows, {"mib": "MiB", "products": "products"}, "stages").axes
+    assert [bar.get_width() for bar in left.patches] == [192, 80] and left.texts[0].get_text() == "192"
+    assert [text.get_text() for text in right.texts] == ["3", "3.5"]
+    (ax,) = plots.lines_figure([1, 2, 4], {"a": [1, 2, 3], "b": [3, 2, 1]}, "t", "x", "y").axes
+    assert ax.get_xscale() == "log" and [line.get_linestyle() for line in ax.lines] == ["-", "--"]
+    assert plots.lines_figure([1, 2], {"a": [1, 2]}, "t", "x", "y", log=False).axes[0].get_xscale() == "linear"
+
+
 def test_heads_figure_says_which_provider_failed():
     rows = [
         {"provider": p, "head": h, "peak_mib": m, "ms": t}

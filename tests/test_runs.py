@@ -138,7 +138,7 @@ def test_write_json_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
         ),
         (MemoryError(), "failed", "out of memory", "chunk_tokens"),
         (OSError(errno.ENOSPC, "No space left on device"), "failed", "disk full", "GRPO_LAB_RUNS"),
-        (ConnectionError("The vLLM server can't be reached"), "failed", "server unreachable", "trl vllm-serve"),
+        (ConnectionError("The vLLM server can't be reached"), "failed", "server unreachable", "VllmServer"),
         (KeyboardInterrupt(), "interrupted", "interrupted", "last whole checkpoint"),
         (KeyError("x"), "failed", "error", "traceback"),
     ],
@@ -207,6 +207,17 @@ def test_last_checkpoint_is_the_newest_whole_one(tmp_path):
     assert run.last_checkpoint() == str(run.folder / "checkpoint-20"), "a shard is missing"
     safetensors(run.folder / "checkpoint-30" / "model-2.safetensors")
     assert run.last_checkpoint() == str(run.folder / "checkpoint-30")
+
+
+def test_a_checkpoint_in_shards_is_whole_once_both_parts_have_their_metadata(tmp_path):
+    run = open_run("06_train", PARAMS, tmp_path)
+    checkpoint = run.folder / "checkpoint-7"
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert run.last_checkpoint() is None
+        (checkpoint / part).mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text("{}")
+        (checkpoint / part / ".metadata").touch()
+    assert run.last_checkpoint() == str(checkpoint)
 
 
 TRAINING = """

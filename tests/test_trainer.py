@@ -11,11 +11,11 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from heads import read_head
 from ranks import run_on_two_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from grpo_lab import GRPOConfig, GRPOTrainer, Objective, receipt
-from grpo_lab.head import read_head
 
 WORDS = ["<pad>", "<eos>", "<unk>"] + [f"w{i}" for i in range(40)]
 SIZE = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -171,6 +171,7 @@ def test_bf16_autocast_and_fp32_head(tiny, tmp_path):
         dtypes = {check["case"]: check["dtype"] for check in t.receipt["checks"]}
         first = "float32" if "cast_lm_head_to_fp32" in options else "bfloat16"
         assert dtypes == {"on-policy": first, "off-policy": "float32"}
+        assert ("forward" in vars(t.model.lm_head)) == (first == "float32"), "TRL's forward of an fp32 head is back"
 
 
 ROUNDING = {  # options under which bf16 rounding decides what is clipped, masked or weighted
@@ -198,9 +199,12 @@ def test_an_fp32_head_trains_outside_autocast(tiny, tmp_path, monkeypatch):
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZE, tie_word_embeddings=False))
     more = {"processing_class": transformers.AutoTokenizer.from_pretrained(tiny)}
     options = dict(bf16=True, num_iterations=2, verify_first_batch=False)
-    trained(model, tmp_path, more=more, cast_lm_head_to_fp32=True, **options)
-    assert seen and set(seen) == {torch.float32}
-    seen.clear()
+    for dtype in (torch.float32, torch.bfloat16):  # as the mixed precision of FSDP and DeepSpeed leaves it
+        t = trainer(model, tmp_path, more=more, cast_lm_head_to_fp32=True, **options)
+        t.model.lm_head.to(dtype)
+        t.train()
+        assert seen and set(seen) == {torch.float32}
+        seen.clear()
     trained(model, tmp_path, more=more, **options)
     assert set(seen) == {torch.bfloat16}
 
@@ -334,10 +338,19 @@ def test_receipt_of_a_right_loss(tiny, tmp_path):
         assert key in logged(t)[0], "the comparison's own metrics must not be logged"
 
 
+def test_a_launch_on_cpus_holds_on_a_computer_with_an_accelerator_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # what launch says to the processes of cpu_2
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    config = GRPOConfig(str(tmp_path), report_to="none")
+    assert config.use_cpu and not config.bf16 and config.device.type == "cpu"
+
+
 def test_a_first_batch_without_advantages_is_no_mismatch(tiny, tmp_path):
     """The gradient of the KL to itself is rounding errors in one implementation and 0 in another."""
     t = trained(tiny, tmp_path, steps=1, beta=0.05, reward=lambda completions, **_: [1.0] * len(completions))
-    assert t.receipt["passed"] and {check["case"] for check in t.receipt["checks"]} == {"off-policy"}
+    assert t.receipt["passed"] and {check["case"] for check in t.receipt["checks"]} == {"on-policy", "off-policy"}
+    assert all(check["errors"]["d_hidden"] > 0 for check in t.receipt["checks"]), "other advantages stand in for 0"
 
 
 def wrong(field):
@@ -484,25 +497,28 @@ def test_other_versions_of_trl_are_refused_by_name():
 
 
 def test_heads_that_cannot_be_read_are_named():
-    def model(head):
-        return SimpleNamespace(get_output_embeddings=lambda: head)
+    def read(head):
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+        model = SimpleNamespace(get_output_embeddings=lambda: head, config=config)
+        return read_head(model, torch.zeros(1, 1, 4))
 
     class Linear4bit(torch.nn.Linear):
         pass
 
     quantised = Linear4bit(4, 8)
     quantised.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match="quantised"):
-        read_head(model(quantised))
-    with pytest.raises(ValueError, match="torch.nn.modules.linear.Bilinear; supported: a plain or FSDP2 nn.Linear"):
-        read_head(model(torch.nn.Bilinear(4, 4, 8)))
+    with pytest.raises(ValueError, match="Linear4bit is a torch.nn.parameter.Parameter of shape .*, as of a quantised"):
+        read(quantised)
+    with pytest.raises(ValueError, match="torch.nn.modules.linear.Bilinear; supported: a plain nn.Linear"):
+        read(torch.nn.Bilinear(4, 4, 8))
     sharded = torch.nn.Linear(4, 8)
     sharded.weight = torch.nn.Parameter(torch.empty(0))
     sharded.weight.ds_id = 0
-    with pytest.raises(ValueError, match="ZeRO-3"):
-        read_head(model(sharded))
+    with pytest.raises(ValueError, match="sharded by DeepSpeed ZeRO-3"):
+        read(sharded)
+    assert "forward" not in vars(sharded), "the head's own forward is back"
     with pytest.raises(ValueError, match="no output embeddings"):
-        read_head(model(None))
+        read(None)
 
 
 def test_metrics_are_finite_or_missing(tiny, tmp_path):
