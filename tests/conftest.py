@@ -1,6 +1,7 @@
 """What every test relies on: no hub look-ups, figures drawn without a screen, kernels that run without a GPU, seeds."""
 
 import os
+import signal
 import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread 
 import pytest
 import torch
 
+# A suite that a shell started in the background ignores interrupts, and so would the processes that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when grpo_lab.kernels is imported
 
