@@ -9,6 +9,7 @@ import atexit
 import math
 import os
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -366,11 +367,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def _leave_process_group():
-    """What a script on several processes need not know: one that leaves its group to the interpreter's end is aborted
-    now and then, while gloo's threads still hold tensors (pytorch/pytorch#179291)."""
+    """What a script on several processes need not know: gloo's threads free the last tensors that they sent when the
+    call has returned, which takes Python; one that comes too late for it aborts the process (pytorch/pytorch#179291).
+    Leaving the group does not wait for them where a wrapper still holds it."""
     failed = hasattr(sys, "last_type")  # then NCCL might wait here for ranks that will not come
     if torch.distributed.is_initialized() and not failed:
         torch.distributed.destroy_process_group()
+        time.sleep(0.3)
 
 
 def _check_adapted_head(model, use_vllm):

@@ -4,11 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-# A process that leaves its group to the interpreter's end is aborted now and then, while gloo's threads still
-# hold tensors (pytorch/pytorch#179291): two passing ranks would fail the test.
+# gloo's threads free the last tensors after the call that sent them; one that is still at it when the interpreter ends
+# aborts its process (pytorch/pytorch#179291): two passing ranks would fail the test.
 END = """
-import torch.distributed
+import time, torch.distributed
 torch.distributed.destroy_process_group()
+time.sleep(0.3)
 """
 
 
