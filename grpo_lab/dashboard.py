@@ -149,7 +149,8 @@ def panel_svg(title, curves):
     said = f"{title}: {', '.join(f'{label} {points[-1][1]:.3g}' for label, points in curves.items())} at step {last}"
     text = f"<b>{title}</b><div>{' &nbsp; '.join(now)}</div>"
     text += f'<svg role="img" aria-label="{said}" width="{WIDTH}" height="{HEIGHT}">{"".join(drawn)}</svg>'
-    return f"<figure>{text}<small><span>{low:.3g} to {high:.3g}</span><span>step {last}</span></small></figure>"
+    text += f'<small style="width:{WIDTH}px"><span>{low:.3g} to {high:.3g}</span><span>step {last}</span></small>'
+    return f"<figure>{text}</figure>"
 
 
 def completions_html(completions, rewards, advantages):
