@@ -44,6 +44,12 @@ class LaunchError(RuntimeError):
         self.exit_code, self.rank, self.lines = exit_code, rank, lines
 
 
+def child_environment():
+    """This process's environment for a child: without what speaks of its own launch, and with this very package."""
+    env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+    return env | {"PYTHONPATH": os.pathsep.join([str(CLONE), *filter(None, [env.get("PYTHONPATH")])])}
+
+
 def run_command(command, on_line, env=None):
     """Run a command to its end and call ``on_line`` with each line of its output, stderr included, as it comes.
 
@@ -79,9 +85,7 @@ def launch(script, *arguments, config, processes=None, options=()):
         _check_gpus(processes // settings.get("num_machines", 1), config)
     if not Path(script).is_file():
         raise ValueError(f"script = {str(script)!r}: no such file in {Path.cwd()}")
-    env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-    env |= {"PYTHONUNBUFFERED": "1", "GRPO_LAB_HEADLESS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(CLONE), *filter(None, [env.get("PYTHONPATH")])])  # this very package
+    env = child_environment() | {"PYTHONUNBUFFERED": "1", "GRPO_LAB_HEADLESS": "1"}
     env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = f"{MARK}${{rank}}{MARK}"
     if settings.get("use_cpu"):
         env |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}  # torch.load cannot resume on its cpu:0

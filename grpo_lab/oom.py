@@ -21,8 +21,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from grpo_lab.doctor import CLONE
-from grpo_lab.launch import run_command
+from grpo_lab.launch import child_environment, run_command
 
 LIMITS = sys.platform == "linux"  # whether the system can refuse memory; macOS takes such a limit and ignores it
 INTERVAL = 0.001  # seconds between looks at the memory
@@ -51,7 +50,7 @@ def run_capped(
     bytes beyond its inputs. Returns an Outcome; raises RuntimeError where the child failed for another reason."""
     spec = dict(batch=batch, length=length, hidden=hidden, vocab=vocab, impl=impl, chunk_tokens=chunk_tokens, seed=seed)
     spec |= dict(cap=cap, dtype=str(dtype).removeprefix("torch."), device=device, limits=LIMITS)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CLONE), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = child_environment()
     env |= {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}  # freed is given back
     timeline, said = [], []
 

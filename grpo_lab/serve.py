@@ -12,7 +12,6 @@ the same, and the object itself is a button.
 import contextlib
 import importlib.util
 import ipaddress
-import os
 import re
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from collections import deque
 from pathlib import Path
 
 from grpo_lab import guard
-from grpo_lab.launch import FOREIGN, KEPT
+from grpo_lab.launch import KEPT, child_environment
 from grpo_lab.runs import progress_bar, show_progress
 
 
@@ -185,7 +184,7 @@ class VllmServer(Server):
             tensor_parallel_size=len(gpus.split(",")), max_model_len=max_model_len, enforce_eager=eager,
             log_level="warning",
         )  # fmt: skip
-        env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+        env = child_environment()
         env |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         super().__init__(build_command(arguments, list(options)), f"http://{host}:{port}", env, timeout)
         self.name = f"vLLM with {Path(model).name} on GPU {gpus}"

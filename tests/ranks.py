@@ -4,19 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-# gloo's threads free the last tensors after the call that sent them; one that is still at it when the interpreter ends
-# aborts its process (pytorch/pytorch#179291): two passing ranks would fail the test.
-END = """
-import time, torch.distributed
-torch.distributed.destroy_process_group()
-time.sleep(0.3)
-"""
-
 
 def run_on_two_ranks(source, folder, *arguments):
     """Runs ``source``, from ``folder``, with tests/ importable; returns what both ranks wrote to stdout."""
     script = Path(folder) / "two_ranks.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{source}{END}")
+    script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{source}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
     command = [*launcher, "--rdzv_endpoint=localhost:0", str(script), *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)

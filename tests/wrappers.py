@@ -628,7 +628,7 @@ def worker(chosen, size, folder):
         if failed:
             os._exit(1)
     dist.destroy_process_group()
-    time.sleep(0.3)  # for gloo's threads: see ranks.py
+    time.sleep(0.3)  # for gloo's threads, as the trainer's exit does
 
 
 # ---- the driver -----------------------------------------------------------------------------------------------------
