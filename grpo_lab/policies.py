@@ -85,7 +85,7 @@ def build_model(tokenizer, seed=0, hidden=96, layers=2):
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=hidden // 4,
+        head_dim=32,  # vLLM has no attention for less
         max_position_embeddings=256,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
