@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_lab.kernels import absorb, finish, logits_grad, resolve_backend, row_stats
+from grpo_lab.kernels import absorb, finish, logits_grad, resolve_backend, row_stats, scaled
 from grpo_lab.naive import naive_logps
 from grpo_lab.plan import TOGETHER, Plan, bins
 from grpo_lab.workspace import Workspace, add_products, lies_in_rows
@@ -102,7 +102,7 @@ def one_pass(sweep, objective, tokens, head, coupling):
             stats = finish(sweep.statistics(head))
         loss, diagnostics = objective.loss(stats.logps, stats.entropy, tokens())
     if any(needs):
-        loss = _Precomputed.apply(loss, scale_and_known()[0], grads, *head)
+        loss = _Precomputed.apply(loss, scale_and_known()[0], grads, sweep.numerics.backend, *head)
     return loss, stats.logps, stats.entropy, diagnostics
 
 
@@ -110,8 +110,9 @@ class _Precomputed(torch.autograd.Function):
     """A loss whose gradients exist already: the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx, loss, scale, grads, *head):
-        ctx.scale, ctx.grads, ctx.dtypes = scale, grads, [None if x is None else x.dtype for x in head]
+    def forward(ctx, loss, scale, grads, backend, *head):
+        ctx.scale, ctx.grads, ctx.backend = scale, grads, backend
+        ctx.dtypes = [None if x is None else x.dtype for x in head]
         return loss.clone()
 
     @staticmethod
@@ -123,7 +124,7 @@ class _Precomputed(torch.autograd.Function):
                 "Call grpo_loss again, or use token_logps where a graph must be kept (retain_graph=True)"
             )
         grads, ctx.grads = ctx.grads, None
-        return None, None, None, *_scaled(grads, grad * ctx.scale, ctx.dtypes)
+        return None, None, None, None, *_scaled(grads, grad * ctx.scale, ctx.dtypes, ctx.backend)
 
 
 class LogProbs(torch.autograd.Function):
@@ -150,18 +151,14 @@ class LogProbs(torch.autograd.Function):
         grads = ctx.sweep.subset(order).learn_known(
             Head(*head), ctx.needs_input_grad[1:], finish(state[:, order]), c / scale, None if e is None else e / scale
         )
-        return None, *_scaled(grads, scale, [None if x is None else x.dtype for x in head])
+        dtypes = [None if x is None else x.dtype for x in head]
+        return None, *_scaled(grads, scale, dtypes, ctx.sweep.numerics.backend)
 
 
-def _scaled(grads, factor, dtypes):
-    """The gradients times ``factor`` in their tensors' dtypes, rounded once."""
-    for g, dtype in zip(grads, dtypes, strict=True):
-        if g is not None and g.dtype.itemsize >= 4:
-            g = g.mul_(factor).to(dtype)
-        elif g is not None:  # with a dimension the factor stays in fp32: without, torch would round it to 16 bits first
-            for part in g.view(-1).split(1 << 24):
-                torch.mul(part, factor.reshape(1), out=part)
-        yield g
+def _scaled(grads, factor, dtypes, backend):
+    """The gradients times ``factor`` in their tensors' dtypes."""
+    pairs = zip(grads, dtypes, strict=True)
+    return (g if g is None else scaled(g, factor, dtype, backend=backend) for g, dtype in pairs)
 
 
 def _no_second_derivative():
@@ -188,9 +185,15 @@ class Numerics:
             raise ValueError(f"softcap={softcap!r}: expected None or a number above 0")
         if not isinstance(logit_scale, (int, float)) or not math.isfinite(logit_scale):
             raise ValueError(f"logit_scale={logit_scale!r}: expected a finite number")
+        if dtype == torch.float64 and backend == "auto":
+            backend = "torch"  # the kernels calculate in fp32
         backend = resolve_backend(backend, device)
         logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=1.0 / temperature, backend=backend)
         return cls(dtype, logits, logits_fp32 and dtype.itemsize < 4, temperature)
+
+    @property
+    def backend(self):
+        return self.logits["backend"]
 
     @property
     def logits_dtype(self):
@@ -298,7 +301,7 @@ class Sweep:
         ``gain`` times too large."""
         all_c = torch.zeros_like(work.state[0])
         active = [(a, b) for a, b, active in self.spans if active]
-        step = TOGETHER if self.plan.wide and not beforehand else 1
+        step = TOGETHER if self.plan.wide else 1
         for group in (active[i : i + step] for i in range(0, len(active), step)):
             sums = [self._logits_and_sums(work, a, b, True) for a, b in group]
             part = slice(group[0][0], group[-1][1])

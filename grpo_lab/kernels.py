@@ -1,10 +1,11 @@
-"""The per-row kernels of the chunked head, in Triton, beside torch twins (``twins.py``); nothing else imports triton.
+"""The per-row kernels of the chunked head: in Triton (``triton_kernels.py``), beside torch twins (``twins.py``).
 
 ``absorb`` adds one slice of the vocabulary to a chunk's running row statistics and can leave softmax numerators in the
 logits' place; ``finish`` makes log-probs and entropies of those statistics; ``logits_grad`` turns logits into their
 gradient; ``row_stats`` takes whole rows, gradient included where its coefficients are known beforehand; ``put_rows``
-scatters rows of dH. All work in fp32 (float64 in the twins for float64 logits) whatever the logits' dtype. The twins
-run on every device and are the default on a CPU; ``TRITON_INTERPRET=1`` runs the kernels themselves there.
+scatters rows of dH; ``scaled`` multiplies a finished gradient. All work in fp32 (float64 in the twins for float64
+logits) whatever the logits' dtype. The twins run on every device and are the default on a CPU; ``TRITON_INTERPRET=1``
+runs the kernels themselves there.
 
 A logit is ``softcap * tanh(z * logit_scale / softcap) * inv_t``, without the tanh for softcap None; ``inv_t`` is
 1 / temperature. The sampled token is kept out of a row's sums: a confident row's gradient rests on what is left of the
@@ -21,15 +22,14 @@ import torch
 from grpo_lab import twins
 
 try:
-    import triton
-    import triton.language as tl
+    from grpo_lab import triton_kernels as triton
 except ImportError:
     triton = None
 
 SLICE = 8192  # columns that one program takes at a time
 _WARPS = 8  # of a program over a SLICE
 _GRAD_BLOCK = 2048
-_LOWEST = -3.0e38  # the first peak: finite, so that no difference is -inf - -inf
+_LOWEST = -1.0e38  # the first peak: finite, so that no difference is -inf - -inf
 
 
 @functools.cache
@@ -58,194 +58,21 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     raise ValueError(f"backend={backend!r}: expected 'torch', 'triton' or 'auto'")
 
 
-# Arguments that may be any number, or lie anywhere, without another compilation
-_VARYING = ("state_stride", "first")
-_UNALIGNED = tuple(
-    "ids_ptr at_ptr state_ptr sums_ptr sums2_ptr peak_ptr log_norm_ptr rest_ptr entropy_ptr c_ptr bonus_ptr".split()
-)
 _compiled = {}
 
-if triton is not None:
 
-    @triton.jit
-    def _load_logits(z_ptr, cols, end, scale, cap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-        """Logits of the columns below end, -inf beyond; ``cap`` is the softcap over the temperature."""
-        if HAS_SCALE or HAS_SOFTCAP:
-            x = tl.load(z_ptr + cols, mask=cols < end, other=0.0).to(tl.float32) * scale
-            if HAS_SOFTCAP:
-                x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)  # tanh
-            return tl.where(cols < end, x, -float("inf"))
-        return tl.load(z_ptr + cols, mask=cols < end, other=-float("inf")).to(tl.float32)
-
-    @triton.jit
-    def _absorb_block(x, peak, total, dot, SLACK: tl.constexpr):
-        """A row's running statistics after the logits x, the block's numerators, and by what earlier ones shrink."""
-        top = tl.max(x, axis=0)
-        new_peak = tl.where(top > peak + SLACK, top, peak)
-        # Not below -1e30, so that e * shift is 0 where x is -inf; a NaN stays one
-        shift = tl.maximum(x - new_peak, -1e30, propagate_nan=tl.PropagateNan.ALL)
-        e = tl.exp(shift)
-        rescale = tl.exp(peak - new_peak)
-        dot = rescale * (dot + (peak - new_peak) * total) + tl.sum(e * shift, axis=0)
-        return new_peak, total * rescale + tl.sum(e, axis=0), dot, e, rescale
-
-    @triton.jit
-    def _numerators(e, x, cap, gain, HAS_SOFTCAP: tl.constexpr):
-        if HAS_SOFTCAP:
-            t = x / cap
-            e = tl.where(e > 0, e * (1 - t * t), 0.0)
-        return e * gain
-
-    @triton.jit
-    def _normalise(peak, total, target):
-        """``log_norm`` and ``rest`` of RowStats."""
-        log_total = tl.log(total)
-        gap = target - peak
-        log_norm = tl.maximum(log_total, gap) + tl.log(1 + tl.exp(-tl.abs(log_total - gap)))
-        return log_norm, tl.sigmoid(log_total - gap)
-
-    @triton.jit
-    def _rescale_row(ptr, factor, H, BLOCK: tl.constexpr):
-        for start in range(0, H, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            value = tl.load(ptr + cols, mask=cols < H).to(tl.float32) * factor
-            tl.store(ptr + cols, value.to(ptr.dtype.element_ty), mask=cols < H)
-
-    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-    def _absorb_kernel(
-        z_ptr, z_stride, e_ptr, e_stride, ids_ptr, state_ptr, state_stride, first, width, gain, scale, cap,
-        sums_ptr, H, sums2_ptr, H2, NUMERATORS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-        SLACK: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        cols = tl.arange(0, BLOCK)
-        z_row = z_ptr + row * z_stride
-        x = _load_logits(z_row, cols, width, scale, cap, HAS_SCALE, HAS_SOFTCAP)
-        at = (tl.load(ids_ptr + row) - first).to(tl.int32)
-        state_ptr += row
-        peak = tl.load(state_ptr)
-        total = tl.load(state_ptr + state_stride)
-        dot = tl.load(state_ptr + 2 * state_stride)
-        if (at >= 0) & (at < width):
-            target = _load_logits(z_row, at, width, scale, cap, HAS_SCALE, HAS_SOFTCAP)
-            tl.store(state_ptr + 3 * state_stride, target)
-        x = tl.where(cols == at, -float("inf"), x)
-        new_peak, total, dot, e, rescale = _absorb_block(x, peak, total, dot, SLACK)
-        tl.store(state_ptr, new_peak)
-        tl.store(state_ptr + state_stride, total)
-        tl.store(state_ptr + 2 * state_stride, dot)
-        if NUMERATORS:
-            e = _numerators(e, x, cap, gain, HAS_SOFTCAP)
-            tl.store(e_ptr + row * e_stride + cols, e.to(e_ptr.dtype.element_ty), mask=cols < width)
-            if (new_peak != peak) & (first > 0):
-                _rescale_row(sums_ptr + row * H, rescale, H, 1024)
-                _rescale_row(sums2_ptr + row * H2, rescale, H2, 1024)
-
-    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-    def _row_stats_kernel(
-        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, state_ptr, state_stride, c_ptr, V, gain, scale, cap,
-        GRAD: tl.constexpr, NUMERATORS: tl.constexpr,
-        HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SLACK: tl.constexpr, LOWEST: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        z_row = z_ptr + row * z_stride
-        at = tl.load(ids_ptr + row).to(tl.int32)
-        target = _load_logits(z_row, at, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)  # before it is overwritten
-        peak = LOWEST
-        total = 0.0
-        dot = 0.0
-        for first in range(0, V, BLOCK):
-            cols = first + tl.arange(0, BLOCK)
-            x = _load_logits(z_row, cols, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)
-            x = tl.where(cols == at, -float("inf"), x)
-            new_peak, total, dot, e, rescale = _absorb_block(x, peak, total, dot, SLACK)
-            if NUMERATORS:
-                e = _numerators(e, x, cap, gain, HAS_SOFTCAP)
-                tl.store(g_ptr + row * g_stride + cols, e.to(g_ptr.dtype.element_ty), mask=cols < V)
-                if (new_peak != peak) & (first > 0):
-                    tl.debug_barrier()  # other threads wrote what is read here
-                    _rescale_row(g_ptr + row * g_stride, rescale, first, BLOCK)
-            peak = new_peak
-        state_ptr += row
-        tl.store(state_ptr, peak)
-        tl.store(state_ptr + state_stride, total)
-        tl.store(state_ptr + 2 * state_stride, dot)
-        tl.store(state_ptr + 3 * state_stride, target)
-        if GRAD:
-            log_norm, rest = _normalise(peak, total, target)
-            c = tl.load(c_ptr + row) * scale * gain
-            of_target = c * rest
-            of_others = -c * tl.exp(-log_norm)
-            for back in range(0, V, BLOCK):  # what was read last is what the cache still has
-                cols = (V - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
-                x = _load_logits(z_row, cols, V, scale, cap, HAS_SCALE, HAS_SOFTCAP)
-                grad = tl.where(cols == at, of_target, of_others * tl.exp(x - peak))
-                if HAS_SOFTCAP:
-                    t = x / cap
-                    grad *= 1 - t * t
-                tl.store(g_ptr + row * g_stride + cols, grad.to(g_ptr.dtype.element_ty), mask=cols < V)
-
-    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-    def _logits_grad_kernel(
-        z_ptr, z_stride, g_ptr, g_stride, ids_ptr, peak_ptr, log_norm_ptr, rest_ptr, entropy_ptr, c_ptr, bonus_ptr,
-        first, width, scale, cap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        x = _load_logits(z_ptr + row * z_stride, cols, width, scale, cap, HAS_SCALE, HAS_SOFTCAP)
-        shift = x - tl.load(peak_ptr + row)
-        log_norm = tl.load(log_norm_ptr + row)
-        c = tl.load(c_ptr + row) * scale
-        at = (tl.load(ids_ptr + row) - first).to(tl.int32)
-        e = tl.exp(shift)
-        grad = tl.where(cols == at, c * tl.load(rest_ptr + row), -c * tl.exp(-log_norm) * e)
-        if HAS_ENTROPY:
-            log_p = shift - log_norm
-            p = tl.exp(log_p)
-            bonus = tl.load(bonus_ptr + row) * scale * p * (log_p + tl.load(entropy_ptr + row))
-            grad -= tl.where(p > 0, bonus, 0.0)
-        if HAS_SOFTCAP:
-            t = x / cap
-            grad = tl.where(e > 0, grad * (1 - t * t), grad)
-        tl.store(g_ptr + row * g_stride + cols, grad.to(g_ptr.dtype.element_ty), mask=cols < width)
-
-    @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-    def _put_rows_kernel(
-        x_ptr, x_stride, out_ptr, out_stride, at_ptr, state_ptr, state_stride, c_ptr, weight_ptr, weight_stride,
-        ids_ptr, H, gain, scale, cap, NUMERATORS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < H).to(tl.float32) / gain
-        if NUMERATORS:
-            state_ptr += row
-            target = tl.load(state_ptr + 3 * state_stride)
-            log_norm, rest = _normalise(tl.load(state_ptr), tl.load(state_ptr + state_stride), target)
-            if HAS_SOFTCAP:
-                t = target / cap
-                rest *= 1 - t * t
-            weight = tl.load(weight_ptr + tl.load(ids_ptr + row) * weight_stride + cols, mask=cols < H).to(tl.float32)
-            x = tl.load(c_ptr + row) * scale * (rest * weight - tl.exp(-log_norm) * x)
-        out = out_ptr + tl.load(at_ptr + row) * out_stride + cols
-        tl.store(out, x.to(out_ptr.dtype.element_ty), mask=cols < H)
-
-
-def _launch(kernel, grid, z, out, args, constants, warps):
+def _launch(kernel, grid, z, out, width, args, constants, warps, also=None):
     """``kernel[grid](...)``, which looks its arguments over for longer than a tile takes: what was compiled for the
-    same z, out, numbers and constants, all that Triton specialises on here, is launched directly."""
-    numbers = tuple((x == 1, x % 16 == 0) for x in args if isinstance(x, int))
-    layout = z.dtype, out.dtype, z.stride(0), out.stride(0), z.data_ptr() % 16, out.data_ptr() % 16, z.device
-    dtypes = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
-    key = kernel, warps, layout, dtypes, numbers, constants
-    args = (z, z.stride(0), out, out.stride(0), *args, *constants)
-    if key in _compiled:
-        _compiled[key][grid](*args)
-    else:
-        compiled = kernel[grid](*args, num_warps=warps)
-        if compiled is not None:  # the interpreter compiles nothing
-            _compiled[key] = compiled
+    same constants, ``also``, and all that Triton specialises on here is launched directly."""
+    aligned = z.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
+    key = kernel, constants, also, z.dtype, out.dtype, z.stride(0), out.stride(0), width, aligned, z.device
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid](z, z.stride(0), out, out.stride(0), width, *args, *constants)
+        return
+    compiled = kernel[grid](z, z.stride(0), out, out.stride(0), width, *args, *constants, num_warps=warps)
+    if compiled is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
 
 
 def _logit_args(logit_scale, softcap, inv_t):
@@ -315,9 +142,9 @@ def absorb(
         out = z if numerators is None else numerators
         numbers, flags = _logit_args(logit_scale, softcap, inv_t)
         pairs = [y for x in sums for y in (x, x.shape[1])] + [state, 0] * (2 - len(sums))
-        args = ids, state, state.stride(0), first, width, float(gain), *numbers, *pairs
+        args = ids, state, state.stride(0), first, float(gain), *numbers, *pairs
         constants = numerators is not None, *flags, twins.SLACK, SLICE
-        _launch(_absorb_kernel, (len(z), 1, 1), z, out, args, constants, _WARPS)
+        _launch(triton.absorb, (len(z), 1, 1), z, out, width, args, constants, _WARPS)
         return
     twins.absorb(z, ids, first, state, numerators, sums, gain, logit_scale, softcap, inv_t)
 
@@ -339,7 +166,7 @@ def logits_grad(
         rows = ids, stats.peak, stats.log_norm, stats.rest, stats.entropy, c, c if e is None else e
         constants = *flags, e is not None, _GRAD_BLOCK
         grid = len(z), -(-width // _GRAD_BLOCK), 1
-        _launch(_logits_grad_kernel, grid, z, out, (*rows, first, width, *numbers), constants, 4)
+        _launch(triton.logits_grad, grid, z, out, width, (*rows, first, *numbers), constants, 4)
         return
     twins.logits_grad(z, out, ids, first, stats, c, e, logit_scale, softcap, inv_t)
 
@@ -356,9 +183,9 @@ def row_stats(
     if backend == "triton":
         out = grad if grad is not None else z if numerators is None else numerators
         numbers, flags = _logit_args(logit_scale, softcap, inv_t)
-        args = ids, state, state.stride(0), state if c is None else c, z.shape[1], float(gain), *numbers
+        args = ids, state, state.stride(0), state if c is None else c, float(gain), *numbers
         constants = grad is not None, numerators is not None, *flags, twins.SLACK, _LOWEST, SLICE
-        _launch(_row_stats_kernel, (len(z), 1, 1), z, out, args, constants, _WARPS)
+        _launch(triton.row_stats, (len(z), 1, 1), z, out, z.shape[1], args, constants, _WARPS)
         return
     logits = dict(logit_scale=logit_scale, softcap=softcap, inv_t=inv_t, backend=backend)
     for first in range(0, z.shape[1], SLICE):
@@ -384,9 +211,9 @@ def put_rows(
         if numerators_of and (weight.stride(1) != 1 or weight.data_ptr() % 16):  # it reads aligned, dense rows
             weight, ids = weight[ids].contiguous(), torch.arange(len(ids), device=ids.device)
         numbers, (_, has_softcap) = _logit_args(logit_scale, softcap, inv_t)
-        args = at, state, state.stride(0), c, weight, weight.stride(0), ids, x.shape[1], float(gain), *numbers
-        constants = numerators_of is not None, has_softcap, 1024
-        _launch(_put_rows_kernel, (len(x), -(-x.shape[1] // 1024), 1), x, out, args, constants, 4)
+        args = at, state, state.stride(0), c, weight, weight.stride(0), ids, float(gain), *numbers
+        constants, grid = (numerators_of is not None, has_softcap, 1024), (len(x), -(-x.shape[1] // 1024), 1)
+        _launch(triton.put_rows, grid, x, out, x.shape[1], args, constants, 4, weight.dtype)
         return
     scale, own, weight, ids = x.new_full((len(x),), 1.0 / gain), None, None, None
     if numerators_of is not None:
@@ -398,3 +225,18 @@ def put_rows(
             capped = state[3] / (softcap * inv_t)
             own = own * (1 - capped * capped)
     twins.put_rows(x, out, at, scale, own, weight, ids)
+
+
+def scaled(x, factor, dtype, *, backend="torch"):
+    """The contiguous ``x`` times the 0-dim ``factor`` in ``dtype``, rounded once; in place where x has that dtype."""
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    for part, to in zip(x.view(-1).split(1 << 24), out.view(-1).split(1 << 24), strict=True):
+        if backend == "triton":
+            _launch(triton.scaled, (-(-len(part) // 4096), 1, 1), part, to, len(part), (factor,), (4096,), 8)
+        elif x.dtype.itemsize >= 4:
+            part.mul_(factor)
+            if dtype != x.dtype:
+                to.copy_(part)
+        else:  # with a dimension the factor stays in fp32: without, torch would round it to 16 bits first
+            torch.mul(part, factor.reshape(1), out=to)
+    return out

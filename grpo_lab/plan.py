@@ -20,7 +20,9 @@ _SLICES = {8192: 1.1, 4096: 1.15, 1024: 1.4, 256: 1.7, 64: 3.0}  # dW alone
 _UNEVEN = 1.06
 _CALL, _TILE = 5000.0, 130.0  # microseconds of the host for a call, and for the launches of a tile
 _OBJECTIVE = 1500.0  # for the many small launches of an objective whose coefficients depend on log-probs
-TOGETHER = 4  # wide chunks whose sums of numerators wait for such coefficients, to pay for them once
+# Wide chunks of a frozen head whose sums of numerators wait for their coefficients: those that depend on log-probs are
+# then paid for once, and while others are first calculated the GPU has work to do
+TOGETHER = 4
 _CPU_BYTES = 32 << 20  # of the buffer on a CPU: larger ones leave its cache
 _CPU_SIZES = (4096, 1024, 256, 64, 16)
 
@@ -109,7 +111,7 @@ class Problem(NamedTuple):
         return self.trains and not plan.slices
 
     def _together(self, plan: Plan) -> int:
-        return 1 if self.known or self.in_place(plan) or not plan.wide else TOGETHER
+        return TOGETHER if plan.wide and not self.in_place(plan) else 1
 
     def peak(self, plan: Plan) -> int:
         return sum(self.memory(plan).values())
@@ -161,26 +163,33 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
         kinds = [(False, True), (True, True), (True, False)]
     elif on_cpu or fixed:
         kinds = [(False, False)]
-    plans = set()
-    for sliced, wide in kinds:
-        table = _NARROW if not wide else _TRAINED if trains and not sliced else _WIDE
-        for C in [fixed] if fixed else _CPU_SIZES if on_cpu else table:
-            sizes = [C]
-            if n > C and not fixed:  # fewer empty rows in the last chunk
-                sizes.append(-(-n // -(-n // C) // 256) * 256)
-            for rows in sizes:
-                seconds = [0] if not sliced else [rows] if fixed or on_cpu else _SLICES
-                plans |= {Plan(min(rows, whole), wide, min(second, whole)) for second in seconds}
     limit = memory_budget if memory_budget is not None else math.inf if free_bytes is None else 0.9 * free_bytes
-    for plan in sorted(plans, key=lambda plan: (problem.cost(plan), plan)):
-        if problem.peak(plan) <= limit:
-            return plan
+    plans = set()
+    for alike in [kinds] if on_cpu else [[kind] for kind in kinds]:  # on a GPU each kind is faster than the next
+        found = {plan for kind in alike for plan in _plans(*kind, problem, fixed, whole)}
+        for plan in sorted(found, key=lambda plan: (problem.cost(plan), plan)):
+            if problem.peak(plan) <= limit:
+                return plan
+        plans |= found
     leanest = min(plans, key=problem.peak)
     if memory_budget is not None:
         raise ValueError(
             f"memory_budget={memory_budget:,} bytes: the leanest plan for this batch needs {problem.peak(leanest):,}"
         )
     return leanest
+
+
+def _plans(sliced, wide, problem, fixed, whole):
+    """The plans of a kind: of ``fixed`` rows if it is given, else of those measured; no more than ``whole``."""
+    n, on_cpu = problem.scored, problem.device == "cpu"
+    table = _NARROW if not wide else _TRAINED if problem.trains and not sliced else _WIDE
+    for C in [fixed] if fixed else _CPU_SIZES if on_cpu else table:
+        sizes = [C]
+        if n > C and not fixed:  # fewer empty rows in the last chunk
+            sizes.append(-(-n // -(-n // C) // 256) * 256)
+        for rows in sizes:
+            for second in [0] if not sliced else [rows] if fixed or on_cpu else _SLICES:
+                yield Plan(min(rows, whole), wide, min(second, whole))
 
 
 def bins(sequences, C: int) -> list[tuple[int, bool, list[int]]]:

@@ -147,12 +147,13 @@ def test_the_planner_against_a_sweep(seed):
             loss.choose = lambda *a, choose=choose, chosen=chosen, **k: chosen.append(choose(*a, **k)) or chosen[-1]
             try:
                 took = {"auto": elapsed(x)}
+                kinds = [(True, 0), (True, 8192)] if trains else [(True, 0), (False, 0)]
                 for C in (1024, 2048, 3072, 4096, 8192):
-                    for wide in (True, False):
+                    for wide, slices in kinds:
                         if C < 2 * N and not (wide and C > 4096):
-                            fixed = plan.Plan(min(C, -(-N // 16) * 16), wide)
+                            fixed = plan.Plan(min(C, -(-N // 16) * 16), wide, slices)
                             loss.choose = lambda *a, fixed=fixed, **k: fixed
-                            took[C, wide] = elapsed(x, 3)
+                            took[C, wide, slices] = elapsed(x, 3)
             finally:
                 loss.choose = choose
             best = min(took, key=took.get)

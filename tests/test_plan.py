@@ -22,7 +22,7 @@ def problem(n=38_694, hidden=1024, vocab=151_936, trains=True, device="cuda", it
         (dict(n=256, trains=False), Plan(256, True)),  # many launches for few rows would take longer
         (dict(n=131_072), Plan(3072, True)),
         (dict(n=16_384, hidden=4096, trains=False), Plan(1024, True)),
-        (dict(n=0), Plan(16, False, 16)),
+        (dict(n=0), Plan(16, True)),
         (dict(n=4_000, vocab=115, device="cpu", itemsize=4), Plan(4000, True)),
         (dict(n=8_192, vocab=32_000, device="cpu", itemsize=4), Plan(256, True)),
         (dict(n=8_192, vocab=32_000, device="cpu", itemsize=4, trains=False), Plan(1024, False)),
