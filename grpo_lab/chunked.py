@@ -34,7 +34,7 @@ import torch
 
 from grpo_lab.kernels import absorb, finish, logits_grad, resolve_backend, row_stats, scaled
 from grpo_lab.naive import naive_logps
-from grpo_lab.plan import TOGETHER, Plan, bins
+from grpo_lab.plan import Plan, bins
 from grpo_lab.workspace import Workspace, add_products, lies_in_rows
 
 
@@ -79,10 +79,11 @@ def one_pass(sweep, objective, tokens, head, coupling):
     def scale_and_known():
         # The logits gradient is rounded to the head's dtype: at its natural size (advantage / N) fp16 would lose it, or
         # overflow. A power of two moves it to about 1 and back without a rounding error.
-        t = tokens()
-        size = t.advantages.abs() * (1.0 if t.importance_ratio is None else t.importance_ratio.abs())
-        size = torch.cat([t.weight * size.clamp(min=objective.beta), objective.entropy_coef * t.entropy_weight[None]])
-        scale = _power_of_two(size)
+        t, scale = tokens(), 1.0
+        if sweep.numerics.dtype == torch.float16:
+            size = t.advantages.abs() * (1.0 if t.importance_ratio is None else t.importance_ratio.abs())
+            size = t.weight * size.clamp(min=objective.beta)
+            scale = _power_of_two(torch.cat([size, objective.entropy_coef * t.entropy_weight[None]]))
         if coupling != "nothing":
             return scale, None
         zeros = torch.zeros_like(t.weight)
@@ -229,7 +230,7 @@ class Sweep:
         with _no_autocast(head):
             work = Workspace(self, head, wide=self.plan.wide)
             for a, b, _ in self.spans:
-                self._logits_and_sums(work, a, b, False)
+                self._logits_and_sums(work, a, b)
             return work.state
 
     def learn(self, head, needs, coefficients, beforehand, bonus):
@@ -280,7 +281,7 @@ class Sweep:
         logits = self.numerics.logits
         for a, b, active in self.spans:
             if not active:
-                self._logits_and_sums(work, a, b, False)
+                self._logits_and_sums(work, a, b)
                 continue
             part = slice(a, b)
             work.load(a, b)
@@ -301,33 +302,31 @@ class Sweep:
         ``gain`` times too large."""
         all_c = torch.zeros_like(work.state[0])
         active = [(a, b) for a, b, active in self.spans if active]
-        step = TOGETHER if self.plan.wide else 1
-        for group in (active[i : i + step] for i in range(0, len(active), step)):
-            sums = [self._logits_and_sums(work, a, b, True) for a, b in group]
+        if work.wide:
+            work.sums = work.new_sums(min(self.plan.together, len(active)))
+        for i in range(0, len(active), self.plan.together):
+            group = active[i : i + self.plan.together]
             part = slice(group[0][0], group[-1][1])
+            for a, b in group:
+                self._logits_and_sums(work, a, b, [x[a - part.start : b - part.start] for x in work.sums])
             c, _ = coefficients(part, None if beforehand else finish(work.state[:, part]))
             if self.plan.slices:
                 all_c[part] = c
-            for a, b in group:  # popped, or they would stay beside those of the next group
-                work.learn_rows(slice(a, b), sums.pop(0), c[a - part.start : b - part.start])
+            work.learn_rows(part, [x[: part.stop - part.start] for x in work.sums], c)
         for a, b, _ in self.spans[len(active) :]:
-            self._logits_and_sums(work, a, b, False)
+            self._logits_and_sums(work, a, b)
         return all_c.mul_(work.gain)
 
-    def _logits_and_sums(self, work, a, b, active):
-        """The statistics of a chunk go to ``work.state``; returns its ``sum(e W)`` where it is active."""
+    def _logits_and_sums(self, work, a, b, sums=()):
+        """The statistics of a chunk go to ``work.state``, its ``sum(e W)`` to ``sums`` if there are some."""
         work.load(a, b)
         ids, state, logits = self.ids[a:b], work.state[:, a:b], self.numerics.logits
-        active = active and work.row_weights
-        sums = [x[: b - a] for x in work.sums] if active else []
         for first, z, g, weights in work.tiles():
             if work.wide:
-                row_stats(z, ids, state, numerators=g if active else None, gain=work.gain, **logits)
-                sums = work.products(g) if active else []
+                row_stats(z, ids, state, numerators=g if sums else None, gain=work.gain, **logits)
             else:
-                absorb(z, ids, first, state, g if active else None, sums, work.gain, **logits)
-                add_products(sums, g, weights if active else (), first)
-        return sums
+                absorb(z, ids, first, state, g if sums else None, sums, work.gain, **logits)
+            add_products(sums, g, weights if sums else (), first)
 
     def _weight_by_slices(self, head, needs, grads, index, stats, c, e):
         """``grads`` and the head's gradient from the tokens in ``index``: one slice of the vocabulary at a time, over

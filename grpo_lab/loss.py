@@ -13,6 +13,7 @@ from grpo_lab import chunked
 from grpo_lab.objective import Objective, Stats, Tokens, report
 from grpo_lab.plan import Plan, Problem, choose
 
+_DEFAULT = Objective()
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -69,7 +70,7 @@ def grpo_loss(
         ValueError: shapes that do not match, scored ids outside the vocabulary, unknown names, an option that the
             inputs do not allow. The message names the argument, its value and what was expected.
     """
-    objective = Objective() if objective is None else objective
+    objective = _DEFAULT if objective is None else objective
     _check(isinstance(objective, Objective), "objective", objective, "an Objective or None")
     head = chunked.Head(hidden, weight, bias, *_pair(lora))
     B, T = shape = _check_inputs(head, token_ids, mask, impl, chunk_tokens, memory_budget)

@@ -20,9 +20,9 @@ _SLICES = {8192: 1.1, 4096: 1.15, 1024: 1.4, 256: 1.7, 64: 3.0}  # dW alone
 _UNEVEN = 1.06
 _CALL, _TILE = 5000.0, 130.0  # microseconds of the host for a call, and for the launches of a tile
 _OBJECTIVE = 1500.0  # for the many small launches of an objective whose coefficients depend on log-probs
-# Wide chunks of a frozen head whose sums of numerators wait for their coefficients: those that depend on log-probs are
-# then paid for once, and while others are first calculated the GPU has work to do
-TOGETHER = 4
+# Rows of a frozen head, in wide chunks, whose sums of numerators wait for their coefficients: those that depend on
+# log-probs are then paid for once, and while others are first calculated the GPU has work to do
+_TOGETHER = 8192
 _CPU_BYTES = 32 << 20  # of the buffer on a CPU: larger ones leave its cache
 _CPU_SIZES = (4096, 1024, 256, 64, 16)
 
@@ -31,6 +31,11 @@ class Plan(NamedTuple):
     C: int
     wide: bool
     slices: int = 0
+
+    @property
+    def together(self) -> int:
+        """Chunks that get their coefficients at once, where rows of logits do not become their gradient."""
+        return max(1, _TOGETHER // self.C) if self.wide else 1
 
 
 class Problem(NamedTuple):
@@ -111,7 +116,7 @@ class Problem(NamedTuple):
         return self.trains and not plan.slices
 
     def _together(self, plan: Plan) -> int:
-        return TOGETHER if plan.wide and not self.in_place(plan) else 1
+        return 1 if self.in_place(plan) else plan.together
 
     def peak(self, plan: Plan) -> int:
         return sum(self.memory(plan).values())
@@ -152,7 +157,7 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
     fixed = None if chunk_tokens == "auto" else chunk_tokens
     if memory_budget == "low":
         rows = min(fixed or (256 if on_cpu else 8192), whole)
-        lean = min(fixed or (256 if on_cpu else 1024 if trains else 1536), whole)
+        lean = min(fixed or (256 if on_cpu else 2048 if trains else 1536), whole)
         return Plan(lean, trains and not on_cpu, rows) if trains else Plan(lean, False)
     if on_cpu and fixed is None and memory_budget is None:
         columns = problem.vocab if trains else min(problem.vocab, kernels.SLICE)

@@ -35,7 +35,7 @@ class Workspace:
 
         self.state = kernels.new_state(len(sweep.ids), self.sum_dtype, device)
         self.states = [_flat(x, sweep.position) for x in states]
-        self._h = [torch.zeros(C, x.shape[-1], dtype=self.dtype, device=device) for x in states]
+        self._h = [torch.empty(C, x.shape[-1], dtype=self.dtype, device=device) for x in states]
         self.h = list(self._h)
         self._width = width = V if wide else min(V, kernels.SLICE)
         self.z = self.g = _aligned_rows(C, width, numerics.logits_dtype, device)
@@ -44,11 +44,14 @@ class Workspace:
         self.row_fields = [k for k, x in ((0, head.hidden), (3, head.lora_states)) if x is not None and needs[k]]
         self.row_weights = [weights[k // 3] for k in self.row_fields]
         self.grads = {k: self._zeros(k) for k in self.row_fields}
-        self.sums = []  # (C, H) in fp32: where narrow tiles add up the gradients of a chunk's rows
-        if not wide:
-            self.sums = [torch.empty(C, w.shape[1], dtype=self.sum_dtype, device=device) for w in self.row_weights]
+        self.sums = [] if wide else self.new_sums(1)  # where narrow tiles add up the gradients of a chunk's rows
         self._weights, self._bias = weights, bias
         self._slices, self._views, self._n = {}, {}, 0
+
+    def new_sums(self, chunks):
+        """``(chunks C, H)`` in fp32 for each wanted gradient of rows."""
+        rows, device = chunks * self.sweep.plan.C, self.z.device
+        return [torch.empty(rows, w.shape[1], dtype=self.sum_dtype, device=device) for w in self.row_weights]
 
     def load(self, a, b):
         """Gather the states of tokens a to b. The GEMMs run on ``rows`` rows, multiples of 1024 where a chunk has more,

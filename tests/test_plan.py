@@ -75,7 +75,9 @@ def test_chunks_hold_whole_sequences_where_that_costs_nothing():
 def test_the_low_setting_is_near_the_floor():
     for trains, floor in ((True, 64 * 1024 * 1024 * 2 + 151_936 * 1024 * 2), (False, 64 * 1024 * 1024 * 2)):
         p = Problem(64, 1024, 38_694, 1024, 151_936, 2, 2, 1024 * trains, "cuda")
-        assert p.peak(choose(p, memory_budget="low")) < 1.5 * floor
+        assert p.peak(choose(p, memory_budget="low")) < 1.8 * floor
+        tile = 2048 * 8192 * 2
+        assert p.peak(choose(p, memory_budget=int(1.2 * (floor + tile)))) <= 1.2 * (floor + tile)
 
 
 def test_an_adapter_on_the_head_takes_no_memory_for_the_frozen_weight():
