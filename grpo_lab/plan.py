@@ -14,7 +14,8 @@ from grpo_lab import kernels, twins
 # Microseconds per row by C, measured on an H200 with H 1024, V 151,936 in bf16; on row counts that are no multiple of
 # 1024 cuBLAS is slower. A small chunk pays for the fp32 dW that it reads and writes.
 _TRAINED = {3072: 1.68, 4096: 1.68, 2048: 1.8, 1024: 2.03}
-_WIDE = {1024: 1.07, 2048: 1.07, 3072: 1.07, 4096: 1.07}  # dH alone
+_WIDE = {1024: 1.07, 2048: 1.07, 3072: 1.07, 4096: 1.07}  # dH alone; the 6 % that 1024 rows may lose buy much memory
+_FIRST = {1024: 1.16, 2048: 1.07, 4096: 1.07}  # dH alone, with dW to follow
 _NARROW = {8192: 1.2, 4096: 1.25, 2048: 1.3, 1536: 1.35, 1024: 1.4, 512: 1.5, 256: 1.7, 128: 2.0, 64: 3.0}
 _SLICES = {8192: 1.1, 4096: 1.15, 1024: 1.4, 256: 1.7, 64: 3.0}  # dW alone
 _UNEVEN = 1.06
@@ -134,7 +135,8 @@ class Problem(NamedTuple):
             rows = chunks * C
         if self.device == "cpu":
             return rows * phases * (2 + trains + (plan.slices > 0)) + 64 * chunks
-        rate = _rate(_TRAINED if self.in_place(plan) else _WIDE if plan.wide else _NARROW, C)
+        wide = _TRAINED if self.in_place(plan) else _FIRST if plan.slices else _WIDE
+        rate = _rate(wide if plan.wide else _NARROW, C)
         tiles = chunks * (1 if plan.wide else -(-self.vocab // kernels.SLICE))
         if plan.slices:
             rate += _rate(_SLICES, plan.slices)
@@ -187,7 +189,7 @@ def choose(problem: Problem, chunk_tokens="auto", memory_budget=None, free_bytes
 def _plans(sliced, wide, problem, fixed, whole):
     """The plans of a kind: of ``fixed`` rows if it is given, else of those measured; no more than ``whole``."""
     n, on_cpu = problem.scored, problem.device == "cpu"
-    table = _NARROW if not wide else _TRAINED if problem.trains and not sliced else _WIDE
+    table = _NARROW if not wide else _FIRST if sliced else _TRAINED if problem.trains else _WIDE
     for C in [fixed] if fixed else _CPU_SIZES if on_cpu else table:
         sizes = [C]
         if n > C and not fixed:  # fewer empty rows in the last chunk
