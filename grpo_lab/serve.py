@@ -10,7 +10,6 @@ the same, and the object itself is a button.
 """
 
 import contextlib
-import importlib.util
 import ipaddress
 import re
 import socket
@@ -146,31 +145,28 @@ class VllmServer(Server):
         memory: the share of each GPU that it takes. max_model_len: tokens of prompt and completion together.
         port: None for a free one. host: loopback, unless others are to reach it.
         eager: no CUDA graphs: a quicker start, slower generation.
-        options: more options of ``vllm serve``. timeout: seconds that it may take to start.
+        dtype: "auto" or vLLM's word for one. options: more options of ``vllm serve``. timeout: seconds that it may
+        take to start.
 
-    ``config`` holds the fields of GRPOConfig that point to it.
+    ``config`` holds the fields of GRPOConfig that point to it, for one trainer: the next one reads it anew.
 
     Raises:
-        ImportError: vLLM is not installed. ValueError: a folder that holds no model, a port in use, GPUs that are not
-        there or have too little free memory.
+        ImportError: no vLLM, or one that TRL does not support. ValueError: a folder that holds no model, a port in
+        use, GPUs that are not there or have too little free memory.
     """
 
     def __init__(
-        self, model, *, gpus="0", memory=0.9, max_model_len=None, port=None, host="127.0.0.1", eager=False, options=(),
-        timeout=600.0,
+        self, model, *, gpus="0", memory=0.9, max_model_len=None, port=None, host="127.0.0.1", eager=False,
+        dtype="auto", options=(), timeout=600.0,
     ):  # fmt: skip
-        if importlib.util.find_spec("vllm") is None:
-            raise ImportError("vLLM is not installed: `pip install -e '.[gpu]'`, or train with use_vllm=False")
         from trl.scripts.vllm_serve import ScriptArguments, build_command
 
-        model, gpus = str(model), str(gpus)
-        folder = Path(model).expanduser()
-        looks_local = folder.is_absolute() or model.startswith((".", "~")) or folder.exists()
-        if looks_local and not (folder / "config.json").is_file():
-            raise ValueError(f"model = {model!r}: no config.json there; give a folder that save_model or a checkpoint "
-                             "has written, or the id of a model on the hub")  # fmt: skip
+        from grpo_lab.rollouts import check_vllm
+
+        check_vllm()
+        model, gpus = check_model(model), str(gpus)
         _check_gpus(gpus, memory)
-        if not _is_loopback(host):
+        if not is_loopback(host):
             warnings.warn(f"host={host!r}: whoever reaches this port can replace the weights, since the development "
                           "endpoints that TRL needs ask for no password. Keep 127.0.0.1, or a firewall before it",
                           stacklevel=2)  # fmt: skip
@@ -178,9 +174,9 @@ class VllmServer(Server):
         with socket.socket() as probe:
             if probe.connect_ex((host, port)) == 0:
                 raise ValueError(f"port = {port} is in use on {host}: end what listens there, or leave port out")
-        self.group_port = _free_port(host)
+        self.host = host
         arguments = ScriptArguments(
-            model=str(folder) if looks_local else model, host=host, port=port, gpu_memory_utilization=memory,
+            model=model, dtype=dtype, host=host, port=port, gpu_memory_utilization=memory,
             tensor_parallel_size=len(gpus.split(",")), max_model_len=max_model_len, enforce_eager=eager,
             log_level="warning",
         )  # fmt: skip
@@ -191,12 +187,32 @@ class VllmServer(Server):
 
     @property
     def config(self):
-        return dict(
-            use_vllm=True, vllm_mode="server", vllm_server_base_url=self.url, vllm_group_port=self.group_port
-        )  # fmt: skip
+        port = _free_port(self.host)  # one trainer's group of weights keeps its port until the process ends
+        return dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=self.url, vllm_group_port=port)
 
 
-def _is_loopback(host):
+def check_model(name):
+    """``name`` with ~ expanded. Raises ValueError for a folder that holds no model; an id on the hub is let through."""
+    folder = Path(name).expanduser()
+    if not (folder.is_absolute() or str(name).startswith((".", "~")) or folder.exists()):
+        return str(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model = {str(name)!r}: no config.json there; give a folder that save_model or a checkpoint "
+                         "has written, or the id of a model on the hub")  # fmt: skip
+    return str(folder)
+
+
+def check_free(gpu, memory, share, name):
+    """Raises ValueError where a GPU whose ``memory`` is (free, total) bytes has less free than vLLM is to take."""
+    free, total = (size / 2**30 for size in memory)
+    if free < share * total:
+        raise ValueError(
+            f"{name} = {share} asks for {share * total:.0f} GiB, and {free:.0f} of {total:.0f} GiB of {gpu} are free: "
+            f"end what holds the rest (nvidia-smi lists it), or lower {name}"
+        )
+
+
+def is_loopback(host):
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -218,9 +234,4 @@ def _check_gpus(gpus, memory):
             continue
         if int(index) >= len(found):
             raise ValueError(f"gpus = {gpus!r}: there is no GPU {index}; nvidia-smi lists {len(found)}")
-        free, total = found[int(index)]
-        if free < memory * total:
-            raise ValueError(
-                f"gpus = {gpus!r}: {free:.0f} of {total:.0f} GiB of GPU {index} are free, and memory={memory} asks for "
-                f"{memory * total:.0f}. End what holds the rest (nvidia-smi lists it), or lower memory"
-            )
+        check_free(f"GPU {index}", [gib * 2**30 for gib in found[int(index)]], memory, "memory")

