@@ -72,7 +72,11 @@ class Engine(vllm_generation.VLLMGeneration):
     def _init_vllm(self):
         check_vllm()
         if self.mode == "server":
-            super()._init_vllm()
+            try:
+                super()._init_vllm()
+            except OSError as error:  # all of requests' errors are
+                hint = "grpo_lab.serve.VllmServer starts one; vllm_server_base_url says where it is"
+                raise ConnectionError(f"{error} {hint}") from error
             if self.accelerator.is_main_process:
                 self._join_server()
             return
@@ -135,7 +139,7 @@ class Engine(vllm_generation.VLLMGeneration):
     def _server_answers(self):
         try:
             yield
-        except OSError as error:  # all of requests' errors are
+        except OSError as error:
             if self.mode != "server":
                 raise
             raise ConnectionError(

@@ -165,7 +165,7 @@ def test_the_button(server, monkeypatch):
 @pytest.fixture
 def vllm(monkeypatch):
     """As where vLLM is installed, on a machine with two GPUs: what its command line would be."""
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr("grpo_lab.rollouts.check_vllm", lambda: None)
     monkeypatch.setattr("trl.scripts.vllm_serve.is_vllm_available", lambda min_version: True)
     monkeypatch.setattr("grpo_lab.doctor.gpu_memory", lambda: [(10.0, 80.0), (79.0, 80.0)])
 
@@ -173,16 +173,19 @@ def vllm(monkeypatch):
 def test_what_vllm_is_told(vllm, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     (tmp_path / "config.json").write_text("{}")
-    server = VllmServer(tmp_path, gpus="1", max_model_len=1024, eager=True, options=["--seed", "5"])
+    server = VllmServer(tmp_path, gpus="1", max_model_len=1024, eager=True, dtype="half",
+                        options=["--seed", "5"])  # fmt: skip
     command = " ".join(server.command)
     assert f"serve {tmp_path} --host 127.0.0.1 --port {server.url.rpartition(':')[2]} " in command
-    for expected in ("--tensor-parallel-size 1", "--max-model-len 1024", "--enforce-eager", "--seed 5",
+    for expected in ("--tensor-parallel-size 1", "--dtype half", "--max-model-len 1024", "--enforce-eager", "--seed 5",
                      "--logprobs-mode processed_logprobs", '--weight-transfer-config {"backend": "nccl"}'):  # fmt: skip
         assert expected in command
     assert server.env["CUDA_VISIBLE_DEVICES"] == "1" and server.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert "RANK" not in server.env and server.env["PATH"] == os.environ["PATH"]
     config = server.config
     assert config["vllm_server_base_url"] == server.url and config["vllm_group_port"] != int(server.url[-5:])
+    with socket.create_server(("127.0.0.1", config["vllm_group_port"])):  # held by a trainer that is still there
+        assert server.config["vllm_group_port"] != config["vllm_group_port"]
 
 
 def test_what_it_cannot_serve_is_said_before_it_starts(vllm, tmp_path):
@@ -190,7 +193,7 @@ def test_what_it_cannot_serve_is_said_before_it_starts(vllm, tmp_path):
         VllmServer(tmp_path, gpus="1")
     with pytest.raises(ValueError, match="there is no GPU 2; nvidia-smi lists 2"):
         VllmServer("Qwen/Qwen3-0.6B", gpus="1,2")
-    with pytest.raises(ValueError, match="10 of 80 GiB of GPU 0 are free, and memory=0.9 asks for 72"):
+    with pytest.raises(ValueError, match="memory = 0.9 asks for 72 GiB, and 10 of 80 GiB of GPU 0 are free"):
         VllmServer("Qwen/Qwen3-0.6B", gpus="0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -198,10 +201,3 @@ def test_what_it_cannot_serve_is_said_before_it_starts(vllm, tmp_path):
             VllmServer("Qwen/Qwen3-0.6B", gpus="1", port=port)
     with pytest.warns(UserWarning, match="whoever reaches this port can replace the weights"):
         VllmServer("Qwen/Qwen3-0.6B", gpus="1", host="0.0.0.0")
-
-
-def test_without_vllm():
-    if serve.importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is installed")
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[gpu\]'"):
-        VllmServer("Qwen/Qwen3-0.6B")
