@@ -3,7 +3,9 @@ said. An engine of the tests' own takes vLLM's place, and a small HTTP server it
 """
 
 import math
+import statistics
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +14,9 @@ import transformers
 import trl
 import trl.generation.vllm_client as vllm_client
 import trl.trainer.grpo_trainer as grpo_trainer
-from test_trainer import PROMPTS, assert_same_training, logged, tiny, trained, trainer  # noqa: F401
+from test_trainer import assert_same_training, distinct_words, logged, tiny, trained, trainer  # noqa: F401
 
-from grpo_lab import GRPOConfig, rollouts, serve
+from grpo_lab import GRPOConfig, rollouts, serve, split
 from grpo_lab.doctor import explain_failure
 from grpo_lab.policies import TINY_POLICY
 from grpo_lab.receipt import ReceiptError
@@ -308,3 +310,30 @@ def test_no_server_there(tiny, tmp_path, pretend):  # noqa: F811
         trainer(tiny, tmp_path, rollouts="server", **options)
     kind, remedy = explain_failure(error.value)
     assert kind == "server unreachable" and "grpo_lab.serve.VllmServer" in remedy
+
+
+@pytest.mark.parametrize(("beta", "use_vllm"), [(0.0, False), (0.1, False), (0.0, True), (0.1, True)])
+def test_the_parts_of_a_step_are_its_time(tiny, tmp_path, sampler, monkeypatch, beta, use_vllm):  # noqa: F811
+    def slow(completions, **_):
+        time.sleep(0.05)
+        return distinct_words(completions)
+
+    t = trainer(tiny, tmp_path, reward=slow, beta=beta, use_vllm=use_vllm)
+    if use_vllm:
+        t.vllm_generation.sync_weights = lambda: time.sleep(0.02)
+    split.attach(t)
+    t.train()
+    assert "_generate" not in vars(t), "its methods are its own again"
+    for row in logged_times(t):
+        assert sum(row[part] for part in split.PARTS) == pytest.approx(row["step"]) and min(row.values()) >= 0
+        assert 0.05 < row["reward"] < 0.1 and row["rollout"] > 0.001 and row["loss"] > 0.001 < row["optimiser"] * 10
+        assert row["step"] < 1.2 * row["logged"] + 0.05
+        assert (row["sync"] > 0.02) == (row["old"] > 0) == use_vllm and (row["reference"] > 0) == (beta > 0)
+    found = split.medians(t.state.log_history)
+    assert found["reward"] == statistics.median(row["reward"] for row in logged_times(t)[1:])
+
+
+def logged_times(t):
+    rows = [row for row in t.state.log_history if "seconds/step" in row]
+    times = [{key[8:]: value for key, value in row.items() if key.startswith("seconds/")} for row in rows]
+    return [seconds | {"logged": row["step_time"]} for seconds, row in zip(times, rows)]
