@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from transformers import PrinterCallback
+from transformers import PrinterCallback, set_seed
 
 from grpo_lab import split, tasks
 from grpo_lab.bench import free, what_failed
@@ -262,6 +262,7 @@ def joint_run(policy, config, train, test, before):
 
     first = before or tested()
     trainer.state.log_history.clear()
+    set_seed(config.seed)  # what the test has drawn does not tell one loss from the other
     trainer.train()
     steps = [joint_row("train", row, config.per_device_train_batch_size) for row in trainer.state.log_history
              if "seconds/step" in row]  # fmt: skip
