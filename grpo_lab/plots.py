@@ -231,13 +231,14 @@ def parts_figure(rows, title, x_label="GB"):
     """A bar of stacked parts for each row, and their sum. rows: name to {part: size}, the same parts in each."""
     figure, ax = axes(title, x_label, "", size=(8.6, 1.5 + 0.26 * len(rows)))
     names, ends = list(rows), [0.0] * len(rows)
+    colours = (BLUE, SKY, GREEN, GREY, ORANGE, RED, PINK, "#000000")
     hatches = itertools.cycle([None, "//", "..", "\\\\", None, "xx"])
-    for part, colour, hatch in zip(next(iter(rows.values())), (BLUE, SKY, GREEN, GREY, ORANGE, RED), hatches):
+    for part, colour, hatch in zip(next(iter(rows.values())), colours, hatches):
         sizes = [row[part] for row in rows.values()]
         ax.barh(range(len(names)), sizes, 0.8, left=ends, color=colour, hatch=hatch, edgecolor="white", label=part)
         ends = [end + size for end, size in zip(ends, sizes)]
     for place, end in enumerate(ends):
-        ax.text(end, place, f" {end:.1f}", fontsize=8, va="center")
+        ax.text(end, place, f" {end:.1f}" if end < 1000 else f" {end:,.0f}", fontsize=8, va="center")
     ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()

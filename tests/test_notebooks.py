@@ -92,6 +92,17 @@ def several_processes(summary):
     assert summary["same_draws_norms"] < 1e-5 and summary["same_draws_weights"] < 1e-6
 
 
+def vllm_rollouts(summary):
+    """08: filling places at once wastes fewer, a dead server is named, and the correction removes what bf16 does; the
+    engine itself is tested in test_vllm.py."""
+    assert summary["rollouts"] == "transformers" and summary["transformers_receipt"] is True
+    assert 0 < summary["transformers_rollout_share"] < 1 and summary["transformers_tokens_per_s"] > 0
+    assert 0 < summary["share_with_a_token"] <= summary["share_with_a_token_refilled"] <= 1
+    assert "exit code 1" in summary["server_died"]
+    assert 0 < summary["bf16_mismatch_before"] < 0.05 and summary["bf16_mismatch_after"] < 1e-6
+    assert summary["stale_mismatch_before"] > 1e-5
+
+
 FACTS = {
     "00_start_here": one_step,
     "01_memory_wall": memory_wall,
@@ -101,6 +112,7 @@ FACTS = {
     "05_verifiable_rewards": verifiable_rewards,
     "06_train_single_gpu": training,
     "07_fsdp_peft_multi_gpu": several_processes,
+    "08_vllm_rollouts": vllm_rollouts,
 }
 
 
