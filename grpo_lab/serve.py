@@ -48,9 +48,12 @@ class Server:
         self.process, self.lines = None, deque(maxlen=KEPT)
 
     def start(self):
-        """Start and wait until it is healthy. Raises ServerError the moment it dies, or after ``timeout`` seconds."""
+        """Start and wait until it is healthy. Raises ServerError the moment it dies, or after ``timeout`` seconds, and
+        ValueError where another server answers at ``url``."""
         if self.running:
             return self
+        if self._healthy():  # it would be taken for this one, while this one fails
+            raise ValueError(f"another server answers at {self.url} already: end that one, or take another port")
         self.lines.clear()
         self.process = guard.start(self.command, self.env)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()

@@ -133,6 +133,33 @@ def test_an_interrupt_ends_it(server):
     assert gone(*pids)
 
 
+def test_an_interrupt_while_it_starts_ends_it(server):
+    running = server(start=60)
+    pids = []
+
+    def interrupt():
+        pids.extend([running.process.pid, worker(running)])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(1.5, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        running.start()
+    assert gone(*pids) and not running.running
+
+
+def test_a_port_in_use(server):
+    with server() as first:
+        with pytest.raises(ValueError, match=f"another server answers at {first.url} already"):
+            Server(first.command, first.url).start()
+        assert first.running
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # taken in between, by what is no HTTP server
+        silent.settimeout(0.1)
+        port = silent.getsockname()[1]
+        with pytest.raises(ServerError, match="died before it answered") as error:
+            Server([*first.command[:2], port, 0, 60], f"http://127.0.0.1:{port}").start()
+    assert any("Address already in use" in line for line in error.value.lines)
+
+
 def test_it_does_not_outlive_a_kernel_that_is_killed(server, tmp_path):
     command = server().command
     kernel = tmp_path / "kernel.py"
