@@ -35,8 +35,8 @@ SERVERS = {"compiled, CUDA graphs": (),
            "CUDA graphs": ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}')}  # fmt: skip
 INSTRUCTION = "\nWrite one step a line, and the answer as the last line: #### number"
 JOINT = {  # sizes on a GPU, and on a CPU to see that all of it runs
-    "cuda": dict(batch=128, length=256, test=512, warm_steps=230, warm_batch=64, learning_rate=1e-5),
-    "cpu": dict(batch=16, length=24, test=16, warm_steps=2, warm_batch=4, learning_rate=1e-5),
+    "cuda": dict(batch=64, accumulation=2, length=256, test=512, warm_steps=230, warm_batch=64, learning_rate=1e-5),
+    "cpu": dict(batch=8, accumulation=2, length=24, test=16, warm_steps=2, warm_batch=4, learning_rate=1e-5),
 }
 RUNS = [("naive", 0, "all"), ("chunked", 0, "all"), ("naive", 1, "all"), ("chunked", 1, "all"), ("chunked", 0, "short")]
 
@@ -206,8 +206,8 @@ def joint_tables(device, way, policy, gsm8k, gpus, steps, minutes, seed, losses=
         model.save_pretrained(raw)
         tokenizer.save_pretrained(raw)
         length = min(length, model.config.max_position_embeddings)
-        train = {subset: questions("train", gsm8k, subset) for subset in ("all", "short")}
-        test = {subset: questions("test", gsm8k, subset).select(range(sizes["test"])) for subset in train}
+        train, test = ({kind: questions(part, gsm8k, kind) for kind in ("all", "short")} for part in ("train", "test"))
+        test = {kind: rows.select(range(min(sizes["test"], len(rows)))) for kind, rows in test.items()}
         threads, server = stack.enter_context(ThreadPoolExecutor()), None
         starting = threads.submit(start_server, raw, gpus, length) if way == "server" else None
         warm_up(model, tokenizer, train["all"], warm, sizes["warm_steps"], sizes["warm_batch"], device)
@@ -217,23 +217,37 @@ def joint_tables(device, way, policy, gsm8k, gpus, steps, minutes, seed, losses=
             server, engine = starting.result()
             stack.callback(server.stop)
             print(f"joint: the server runs {engine}", flush=True)
-        for loss, run_seed, subset in (run for run in RUNS if run[0] in losses):
-            if time.perf_counter() - began > 60 * minutes:
-                print(f"joint: no time is left for {loss}, seed {run_seed}, {subset} questions", flush=True)
-                continue
+
+        def train_once(loss, run_seed, kind):
             config = config_of(
                 Path(folder, "out"), way, server, length, max_steps=steps, seed=seed + run_seed, loss_impl=loss,
-                per_device_train_batch_size=sizes["batch"], max_completion_length=sizes["length"],
-                learning_rate=sizes["learning_rate"], bf16=device.type == "cuda", num_generations_eval=1,
-                per_device_eval_batch_size=min(256, sizes["test"]),
+                per_device_train_batch_size=sizes["batch"], gradient_accumulation_steps=sizes["accumulation"],
+                max_completion_length=sizes["length"], learning_rate=sizes["learning_rate"],
+                bf16=device.type == "cuda", num_generations_eval=1, per_device_eval_batch_size=min(256, sizes["test"]),
             )  # fmt: skip
-            about = dict(policy=Path(policy).stem, loss_impl=loss, seed=config.seed, questions=subset, rollouts=way,
-                         gpus=1 + (way == "server"), sequences=sizes["batch"],
+            rows = joint_run(warm, config, train[kind], test[kind], before.get(kind))
+            before[kind] = rows[0]
+            about = dict(policy=Path(policy).stem, loss_impl=loss, seed=config.seed, questions=kind, rollouts=way,
+                         gpus=1 + (way == "server"), sequences=config.generation_batch_size,
                          learning_rate=config.learning_rate)  # fmt: skip
-            rows = joint_run(warm, config, train[subset], test[subset], before.get(subset))
-            before[subset] = rows[0]
             receipt = read_json(Path(config.output_dir, "receipt.json"))["passed"]
-            yield [about | row | {"receipt": receipt} for row in rows]
+            return [about | row | {"receipt": receipt} for row in rows]
+
+        for run in (run for run in RUNS if run[0] in losses):
+            if time.perf_counter() - began > 60 * minutes:
+                print(f"joint: no time is left for {run[0]}, seed {run[1]}, {run[2]} questions", flush=True)
+                continue
+            try:
+                rows = train_once(*run)
+            except Exception as error:  # noqa: BLE001
+                if server is None:
+                    raise
+                print(f"joint: {what_failed(error)}: once more, with a new server", flush=True)
+                server.stop()
+                free(device)
+                server.start()
+                rows = train_once(*run)
+            yield rows
             free(device)
 
 
@@ -264,7 +278,7 @@ def joint_run(policy, config, train, test, before):
     trainer.state.log_history.clear()
     set_seed(config.seed)  # what the test has drawn does not tell one loss from the other
     trainer.train()
-    steps = [joint_row("train", row, config.per_device_train_batch_size) for row in trainer.state.log_history
+    steps = [joint_row("train", row, config.generation_batch_size) for row in trainer.state.log_history
              if "seconds/step" in row]  # fmt: skip
     return [first | {"step": 0}, *steps, tested() | {"step": config.max_steps}]
 

@@ -28,7 +28,7 @@ def test_each_way_is_a_row_and_one_that_is_absent_says_so(tmp_path, capsys):
 @pytest.fixture
 def gsm8k(tmp_path, monkeypatch):
     """Problems with solutions of one, two and three lines, and sizes to go with them."""
-    sizes = bench_rollouts.JOINT["cpu"] | dict(test=8, warm_steps=1, length=8)
+    sizes = bench_rollouts.JOINT["cpu"] | dict(test=20, warm_steps=1, length=8)
     monkeypatch.setitem(bench_rollouts.JOINT, "cpu", sizes)
     for name, count in (("train", 30), ("test", 18)):
         rows = []
@@ -58,11 +58,41 @@ def test_both_losses_train_from_one_warm_policy(gsm8k, tmp_path):
     for run in runs.values():
         assert [(row["kind"], row["step"]) for row in run] == [("test", 0), ("train", 1), ("train", 2), ("test", 2)]
         assert all(row["receipt"] is True and 0 <= row["accuracy"] <= 1 and row["answers"] > 0 for row in run)
-        assert all(row["rollout_s"] > 0 for row in run[1:3]) and run[0]["answers"] == 8
+        assert all(row["rollout_s"] > 0 for row in run[1:3])
+        assert run[0]["answers"] == {"all": 18, "short": 12}[run[0]["questions"]] and run[1]["answers"] == 16
     same = [[row[key] for key in ("reward", "completion", "accuracy")] for row in runs["naive", 0, "all"]]
     assert same == [[row[key] for key in ("reward", "completion", "accuracy")] for row in runs["chunked", 0, "all"]]
     norms = [[row["grad_norm"] for row in runs[loss, 0, "all"]][1:3] for loss in ("naive", "chunked")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3, abs=1e-6)
+
+
+def test_a_training_whose_server_fails_gets_a_new_one(gsm8k, monkeypatch, capsys):
+    class Fake:
+        config, starts, stops = {}, 1, 0
+
+        def start(self):
+            self.starts += 1
+
+        def stop(self):
+            self.stops += 1
+
+    server, runs = Fake(), []
+
+    def joint_run(policy, config, train, test, before):
+        runs.append(config.loss_impl)
+        if len(runs) == 2:
+            raise ConnectionError("the server does not answer")
+        (Path(config.output_dir) / "receipt.json").parent.mkdir(exist_ok=True)
+        (Path(config.output_dir) / "receipt.json").write_text('{"passed": true}')
+        return [{"kind": "test"}]
+
+    monkeypatch.setattr(bench_rollouts, "start_server", lambda *_: (server, "CUDA graphs"))
+    monkeypatch.setattr(bench_rollouts, "joint_run", joint_run)
+    tables = list(bench_rollouts.joint_tables(CPU, "server", bench_rollouts.TINY_POLICY, gsm8k, "1", 2, 60, 0))
+    assert [(row["loss_impl"], row["seed"], row["questions"]) for (row,) in tables] == bench_rollouts.RUNS
+    assert runs == ["naive", "chunked", "chunked", "naive", "chunked", "chunked"] and tables[0][0]["gpus"] == 2
+    assert server.starts == 2 and server.stops == 2, "once for the new one, once at the end"
+    assert "ConnectionError: the server does not answer: once more, with a new server" in capsys.readouterr().out
 
 
 def test_no_training_begins_late(gsm8k, capsys):
