@@ -31,7 +31,7 @@ def policy(tmp_path_factory):
         return TINY_POLICY
     folder = tmp_path_factory.mktemp("policy")
     tokenizer = build_tokenizer()
-    build_model(tokenizer, hidden=128).save_pretrained(folder)
+    build_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
