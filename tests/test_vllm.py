@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from grpo_lab import vllm_cpu
-from grpo_lab.policies import TINY_POLICY, build_model, build_tokenizer
-from grpo_lab.runs import load_run, read_json
+from grpo_lab.policies import TINY_POLICY
+from grpo_lab.runs import load_run
 
 TOLERANCE = 1e-4  # nats
 
@@ -24,18 +24,6 @@ def vllm_python():
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
-def policy(tmp_path_factory):
-    """The tiny policy; in its place a random one, while its heads have a size that vLLM does not run."""
-    if read_json(TINY_POLICY / "config.json")["head_dim"] % 32 == 0:
-        return TINY_POLICY
-    folder = tmp_path_factory.mktemp("policy")
-    tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def run(python, *command, **env):
     """As from a terminal: under pytest a kernel has no standard output that vLLM could mute."""
     away = ("PYTHONPATH", "PYTEST_CURRENT_TEST")
@@ -44,9 +32,9 @@ def run(python, *command, **env):
 
 
 @pytest.fixture(scope="session")
-def found(vllm_python, policy, tmp_path_factory):
+def found(vllm_python, tmp_path_factory):
     script = vllm_cpu.CLONE / "tests" / "on_vllm.py"
-    done = run(vllm_python, script, policy, tmp_path_factory.mktemp("run"))
+    done = run(vllm_python, script, TINY_POLICY, tmp_path_factory.mktemp("run"))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -56,7 +44,7 @@ def test_its_log_probs_are_the_trainer_s(found):
     for row in found["steps"]:
         assert 0 < row["sampling/sampling_logp_difference/max"] < TOLERANCE
         assert row["sampling/mismatch_before"] == pytest.approx(row["sampling/sampling_logp_difference/mean"], rel=1e-3)
-        assert row["sampling/mismatch_after"] < 1e-2 * row["sampling/mismatch_before"]
+        assert row["sampling/mismatch_after"] < 2**-22  # how fp32 rounds a ratio near 1
         assert row["sampling/mismatch_masked"] == 0
 
 
@@ -71,8 +59,8 @@ def test_synced_weights_are_the_trainer_s(found):
     assert found["changed"] > 100 * TOLERANCE and found["changed and synced"] < TOLERANCE
 
 
-def test_notebook_08_runs_on_it(vllm_python, policy, tmp_path):
-    options = ("-p", "smoke", "true", "-p", "rollouts", "colocate", "-p", "policy", policy, "--root", tmp_path)
+def test_notebook_08_runs_on_it(vllm_python, tmp_path):
+    options = ("-p", "smoke", "true", "-p", "rollouts", "colocate", "-p", "policy", TINY_POLICY, "--root", tmp_path)
     done = run(vllm_python, "-m", "grpo_lab", "run", "08", *options, GRPO_LAB_RUNS="")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (folder,) = tmp_path.iterdir()
