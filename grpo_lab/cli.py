@@ -9,18 +9,17 @@ the notebook names, so the same parameters again show a finished run and resume 
 """
 
 import argparse
-import ast
-import difflib
-import json
 import os
 import shlex
 import sys
 from pathlib import Path
 
 from grpo_lab.doctor import CLONE, examine, explain_failure
+from grpo_lab.executed import to_html
 from grpo_lab.exercises import write_exercises
+from grpo_lab.parameters import merged_parameters, notebook_parameters
 from grpo_lab.progress import collected, table
-from grpo_lab.runs import Run, executing, load_run, open_run, read_json, run_folder, set_aside
+from grpo_lab.runs import Run, executing, find_run, load_run, make_folder, open_run, run_folder, run_status, set_aside
 
 
 def find_notebook(name):
@@ -40,56 +39,6 @@ def find_notebook(name):
     return found[0]
 
 
-def notebook_parameters(path):
-    """Names and default values from the notebook's one cell tagged ``parameters``, which holds plain literals."""
-    cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-    tagged = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
-    if len(tagged) != 1:
-        raise ValueError(f"notebook = {path}: {len(tagged)} cells are tagged `parameters`, expected exactly one")
-    body = ast.parse("".join(tagged[0]["source"])).body
-    return {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}
-
-
-def typed(name, value, default):
-    """``value`` (text from -p, or from YAML) in the type of the notebook's default, so that a run has one name."""
-    text = value.strip() if isinstance(value, str) else repr(value)
-    literal = {"true": "True", "false": "False", "null": "None", "none": "None"}.get(text.lower(), text)
-    try:
-        if isinstance(default, str):
-            return value if isinstance(value, str) else text
-        parsed = float(text) if isinstance(default, float) else ast.literal_eval(literal)
-    except (ValueError, SyntaxError):
-        parsed = value
-    if default is not None and type(parsed) is not type(default):
-        raise ValueError(f"{name} = {value!r}: expected {type(default).__name__}, as its default {default!r} in the "
-                         "notebook's parameters cell")  # fmt: skip
-    return parsed
-
-
-def merged_parameters(defaults, files, pairs):
-    """The parameters given by YAML files, then by -p pairs, typed. Raises ValueError for a name the notebook lacks."""
-    import yaml
-
-    given = {}
-    for file in files:
-        try:
-            content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"-f {file}: cannot be read as YAML: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"-f {file}: expected lines `name: value`, found a {type(content).__name__}")
-        given |= content
-    given |= dict(pairs)
-    for name in given:
-        if name not in defaults:
-            near = difflib.get_close_matches(str(name), defaults, 1, 0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(
-                f"parameter {name}: the notebook has none of this name; {hint}It has: {', '.join(defaults)}"
-            )
-    return {name: typed(name, value, defaults[name]) for name, value in given.items()}
-
-
 def show(folder):
     """Print what a finished run found and where it lies."""
     record = load_run(folder)
@@ -103,7 +52,7 @@ def show(folder):
             print(f"  {name}: {value}")
     print(f"  took: {record.status.get('seconds', '?')} s")
     here = Path.cwd()
-    for path in [*sorted(folder.glob("*.ipynb")), *sorted(folder.glob("*.png")), folder]:
+    for path in [*(path for kind in ("ipynb", "html", "png") for path in sorted(folder.glob(f"*.{kind}"))), folder]:
         print(f"  {path.relative_to(here) if path.is_relative_to(here) else path}")
 
 
@@ -112,7 +61,6 @@ def execute(path, folder, params, given):
     import papermill
     from nbclient.exceptions import DeadKernelError
 
-    folder.mkdir(parents=True, exist_ok=True)
     output = folder / path.name
     failure = None
     try:
@@ -133,7 +81,9 @@ def execute(path, folder, params, given):
         failure = "kernel died", "Most often the system ended it for want of memory. " + remedy, str(error)
     except KeyboardInterrupt as error:
         failure = *explain_failure(error), "stopped from the keyboard"
-    status = read_json(folder / "status.json") or {}
+    except OSError as error:
+        failure = *explain_failure(error, folder), str(error)
+    status = run_status(folder)
     if failure is None and status.get("status") == "finished":
         return 0
     if failure is None and not status and "open_run(" not in path.read_text(encoding="utf-8"):
@@ -144,7 +94,7 @@ def execute(path, folder, params, given):
             f"the notebook ended, and left its run {status.get('status', 'in another folder')}")  # fmt: skip
     if not status:
         open_run(path.stem, params, folder.parent).fail(*failure)
-    elif status["status"] == "running":
+    elif status["status"] == "running" and not executing(folder):
         Run(folder, "interrupted").fail(*failure)
     reason, remedy, message = failure
     lines = message.strip().splitlines() or [""]
@@ -158,11 +108,11 @@ def run(arguments):
     given = merged_parameters(defaults, arguments.file, arguments.parameter)
     params = defaults | given
     folder = run_folder(path.stem, params, Path(arguments.root).resolve() if arguments.root else "runs")
-    if process := executing(folder):
-        raise ValueError(f"process {process} is executing this run in {folder}; wait for it, or change a parameter")
+    if other := executing(folder):
+        raise ValueError(f"{other} is executing this run in {folder}; wait for it, or change a parameter")
     if arguments.fresh and folder.exists():
         print(f"earlier run: {set_aside(folder)}")
-    status = read_json(folder / "status.json") or {}
+    status = find_run(folder, params)
     if status.get("status") == "finished":
         print(f"{path.stem} has finished with these parameters (--fresh runs it anew):")
     else:
@@ -173,7 +123,11 @@ def run(arguments):
             "GRPO_LAB_COMMAND": shlex.join(["python", "-m", "grpo_lab", *sys.argv[1:]]),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # else each kernel prints the debugger's start-up advice
         }
-        if code := execute(path, folder, params, given):
+        make_folder(folder)
+        code = execute(path, folder, params, given)
+        if (folder / path.name).exists():
+            to_html(folder / path.name)
+        if code:
             return code
         print(f"{path.stem} has finished:")
     show(folder)

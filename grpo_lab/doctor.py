@@ -37,12 +37,14 @@ VLLM_PORTS = (8000, 51216)  # of its server, and of the weights that are sent to
 RESUME = "Run the same cell or command again: it goes on from the last whole checkpoint."
 
 
-def _command_output(*command):
+def _command_output(*command, strip=True):
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=CLONE)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    if result.returncode:
+        return None
+    return result.stdout.strip() if strip else result.stdout
 
 
 def describe_environment():
@@ -73,6 +75,11 @@ def describe_environment():
     }
 
 
+def uncommitted():
+    """The changes that the commit of ``describe_environment`` lacks, as ``git apply`` takes them; "" without any."""
+    return _command_output("git", "diff", "HEAD", "--binary", strip=False) or ""
+
+
 def explain_failure(error, folder="."):
     """``(kind, remedy)`` of an exception, in the words a run's status.json uses."""
     chain = []
@@ -91,7 +98,8 @@ def explain_failure(error, folder="."):
                 "max_completion_length or chunk_tokens, use loss_impl='chunked' and gradient_checkpointing=True, or "
                 "end what else holds the memory. " + RESUME
             )
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "no space left" in text:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or re.search("no space left|file too large|quota exceeded|pytorchstreamwriter failed", text):
             free = shutil.disk_usage(folder).free / 2**20
             return "disk full", (
                 f"{free:,.0f} MiB are free where {folder} lies: free some, lower save_total_limit, or set "

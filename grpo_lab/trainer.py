@@ -27,6 +27,7 @@ from grpo_lab import preflight, receipt, rollouts
 from grpo_lab.head import active_adapters, is_adapted, score_in_forward
 from grpo_lab.loss import grpo_loss, token_logps
 from grpo_lab.objective import Objective
+from grpo_lab.resuming import Resuming
 
 TRL_VERSION = "1.16"
 if ".".join(trl.__version__.split(".")[:2]) != TRL_VERSION:
@@ -142,7 +143,7 @@ class GRPOConfig(trl.GRPOConfig):
             )
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(Resuming, trl.GRPOTrainer):
     """TRL's GRPOTrainer with the loss that ``args.loss_impl`` names.
 
     ``receipt`` holds the comparison of the first batch (also in ``output_dir/receipt.json``), None until then.

@@ -1,0 +1,92 @@
+"""What papermill does with a run's notebook: the parameters that it was given, and copies of what it has executed.
+
+``check_injected`` looks, in the kernel, at what papermill put in: it warns of a misspelt parameter and goes on.
+``to_html`` writes a copy that any browser opens without a network: pictures and formulas are in the file, and the
+interactive figures, whose pictures stand beside them, are left out. ``keep_at_exit`` brings both into the run folder
+where papermill was called by itself; ``python -m grpo_lab run`` needs it not.
+"""
+
+import atexit
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from grpo_lab.doctor import CLONE
+from grpo_lab.parameters import assigned, refuse_unknown, typed
+
+_kept = set()
+# pandoc's rule: no space inside the dollars, no digit after them, so that prices are no formulas
+FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?![\s$])([^$\n]*[^$\s\\])\$(?!\d)", re.DOTALL)
+
+
+def check_injected(params):
+    """Raises ValueError for a parameter that papermill was given and the notebook, whose parameters are ``params``, has
+    not, and for a value of another type than the default's."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cells = shell.user_ns.get("In", []) if shell else []
+    for defaults, injected in zip(cells, cells[1:]):
+        if injected.startswith("# Parameters\n"):  # papermill's words
+            given = assigned(injected)
+            refuse_unknown(given, params)
+            known = assigned(defaults)
+            for name, value in given.items():
+                if isinstance(value, str) and isinstance(known.get(name), float):
+                    raise ValueError(f"{name} = {value!r}: expected float; YAML reads 1e-6 as text, and 1.0e-6 not")
+                typed(name, value, known.get(name))
+            return
+
+
+def to_html(notebook):
+    """Write an HTML copy beside an executed notebook, and return its path."""
+    import nbformat
+    from latex2mathml.converter import convert
+    from nbconvert import HTMLExporter
+
+    notebook = Path(notebook)
+    content = nbformat.read(notebook, 4)
+    for cell in content.cells:
+        if cell.cell_type == "markdown":
+            cell.source = FORMULA.sub(lambda found: convert(found[1] or found[2]), cell.source)
+        else:
+            cell.outputs = [o for o in cell.outputs if "application/vnd.plotly.v1+json" not in o.get("data", {})]
+    content.metadata.pop("widgets", None)
+    exporter = HTMLExporter(embed_images=True, sanitize_html=False)
+    text, _ = exporter.from_notebook_node(content, {"metadata": {"name": notebook.stem}})
+    text = re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)  # all that would be fetched: MathJax and others
+    path = notebook.with_suffix(".html")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def keep_at_exit(folder):
+    """When this kernel ends, copy the notebook that papermill has executed in it, with its HTML, into the run folder.
+
+    Papermill saves the notebook after each cell; where it lies stands in the command that started this kernel. The
+    copies are there some seconds later."""
+    import psutil
+
+    parent = psutil.Process().parent()
+    words = [] if parent is None else parent.cmdline()
+    notebooks = [word for word in words if word.endswith(".ipynb")]
+    if "ipykernel" in sys.modules and any(Path(word).name == "papermill" for word in words[:3]) and len(notebooks) > 1:
+        output = Path(os.environ.get("PWD") or parent.cwd(), notebooks[1])  # papermill's --cwd changes its own
+        if folder not in _kept:
+            _kept.add(folder)
+            atexit.register(_keep, output, Path(folder, Path(notebooks[0]).name))
+
+
+def _keep(output, copy):
+    """In a process of its own: a kernel that takes more than some seconds to end is killed."""
+    command = [sys.executable, "-m", "grpo_lab.executed", output, copy]
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(command, cwd=CLONE, start_new_session=True, **quiet)
+
+
+if __name__ == "__main__":
+    shutil.copyfile(*sys.argv[1:])
+    to_html(sys.argv[2])
