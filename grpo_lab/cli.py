@@ -14,12 +14,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from grpo_lab.doctor import CLONE, examine, explain_failure
+from grpo_lab.doctor import CLONE, examine, explain_failure, gpu_memory
 from grpo_lab.executed import to_html
 from grpo_lab.exercises import write_exercises
 from grpo_lab.parameters import merged_parameters, notebook_parameters
 from grpo_lab.progress import collected, table
 from grpo_lab.runs import Run, executing, find_run, load_run, make_folder, open_run, run_folder, run_status, set_aside
+from grpo_lab.sweep import parameter_sets, sweep
 
 
 def find_notebook(name):
@@ -134,6 +135,25 @@ def run(arguments):
     return 0
 
 
+def run_sweep(arguments):
+    path, root = find_notebook(arguments.notebook), Path(arguments.root).resolve() if arguments.root else "runs"
+    grid = {name: values for name, *values in arguments.grid}
+    if empty := [name for name, values in grid.items() if not values]:
+        raise ValueError(f"-g {empty[0]}: expected a name and its values, as -g seed 0 1 2")
+    sets = parameter_sets(notebook_parameters(path), arguments.file, arguments.parameter, grid, arguments.list)
+    options = None
+    if arguments.submitit is not None:
+        pairs = [option.partition("=")[::2] for option in arguments.submitit]
+        options = {name: int(value) if value.isdecimal() else value for name, value in pairs}
+    gpus = range(len(gpu_memory())) if arguments.gpus == ["all"] else arguments.gpus
+    try:
+        runs = sweep(path, sets, root, gpus, options)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    return int(not all(run.finished for run in runs))
+
+
 def main(argv=None):
     """Exit status 0 for a finished run, 1 for a failed one, 2 for a request that cannot be met, 130 when stopped."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -149,6 +169,22 @@ def main(argv=None):
     command.add_argument("-f", "--file", action="append", default=[], help="YAML file of parameters; -p overrides it")
     command.add_argument("--root", help="folder of the run folders (default: $GRPO_LAB_RUNS, else the clone's runs/)")
     command.add_argument("--fresh", action="store_true", help="set an earlier run of these parameters aside")
+    command = commands.add_parser("sweep", help="execute a notebook with many sets of parameters")
+    command.add_argument("notebook", help="06, 06_train_single_gpu, or the path of an .ipynb file")
+    command.add_argument("-g", "--grid", nargs="+", action="append", default=[], metavar=("NAME", "VALUE"))
+    command.add_argument("--list", help="YAML file with a list of sets of parameters, each combined with the grid")
+    command.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    command.add_argument("-f", "--file", action="append", default=[], help="YAML file of parameters for all runs")
+    command.add_argument("--root", help="folder of the run folders (default: $GRPO_LAB_RUNS, else the clone's runs/)")
+    command.add_argument(
+        "--gpus", nargs="+", default=[], metavar="N", help="GPUs that take one run each: 0 1 2, or all"
+    )
+    command.add_argument(
+        "--submitit",
+        nargs="*",
+        metavar="OPTION=VALUE",
+        help="as jobs: slurm_partition=gpu timeout_min=240 gpus_per_node=1",
+    )
     commands.add_parser("bench", help="measure loss heads side by side (bench -h lists its options)")
     commands.add_parser("doctor", help="what this machine has and lacks for the notebooks, each fault with its repair")
     command = commands.add_parser("clock", help="measure time and memory of the notebooks for the README's ladder")
@@ -170,6 +206,8 @@ def main(argv=None):
         if arguments.command == "progress":
             print(table(collected(arguments.paths)))
             return 0
+        if arguments.command == "sweep":
+            return run_sweep(arguments)
         return run(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,8 +18,8 @@ from grpo_lab.doctor import CLONE
 from grpo_lab.parameters import assigned, refuse_unknown, typed
 
 _kept = set()
-# pandoc's rule: no space inside the dollars, no digit after them, so that prices are no formulas
-FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?![\s$])([^$\n]*[^$\s\\])\$(?!\d)", re.DOTALL)
+# pandoc's rule: no space inside the dollars, no empty line, no digit after them, so that prices are no formulas
+FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?![\s$])((?:[^$\n]|\n(?!\n))*[^$\s\\])\$(?!\d)", re.DOTALL)
 
 
 def check_injected(params):
@@ -33,9 +33,11 @@ def check_injected(params):
             refuse_unknown(given, params)
             known = assigned(defaults)
             for name, value in given.items():
-                if isinstance(value, str) and isinstance(known.get(name), float):
-                    raise ValueError(f"{name} = {value!r}: expected float; YAML reads 1e-6 as text, and 1.0e-6 not")
-                typed(name, value, known.get(name))
+                default = known.get(name)
+                if isinstance(value, str) and not isinstance(default, (str, type(None))):
+                    raise ValueError(f"{name} = {value!r} is text: expected {type(default).__name__}. papermill takes "
+                                     "True, not true, and YAML 1.0e-6, not 1e-6")  # fmt: skip
+                typed(name, value, default)
             return
 
 
@@ -47,15 +49,22 @@ def to_html(notebook):
 
     notebook = Path(notebook)
     content = nbformat.read(notebook, 4)
+    formulas = []
+
+    def put_aside(found):  # the exporter would take MathML apart
+        formulas.append(convert(found[1] or found[2]))
+        return f"formula{len(formulas) - 1}of{notebook.stem}."
+
     for cell in content.cells:
         if cell.cell_type == "markdown":
-            cell.source = FORMULA.sub(lambda found: convert(found[1] or found[2]), cell.source)
+            cell.source = FORMULA.sub(put_aside, cell.source)
         else:
             cell.outputs = [o for o in cell.outputs if "application/vnd.plotly.v1+json" not in o.get("data", {})]
     content.metadata.pop("widgets", None)
     exporter = HTMLExporter(embed_images=True, sanitize_html=False)
     text, _ = exporter.from_notebook_node(content, {"metadata": {"name": notebook.stem}})
     text = re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)  # all that would be fetched: MathJax and others
+    text = re.sub(rf"formula(\d+)of{notebook.stem}\.", lambda found: formulas[int(found[1])], text)
     path = notebook.with_suffix(".html")
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")

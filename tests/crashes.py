@@ -187,7 +187,7 @@ def soak(crashes, ranks, seed, folder, faults=FAULTS, say=print):
                 pid = fork(work, root, log)
                 fault, wait = (
                     chance.choice(faults),
-                    chance.uniform(*((0.02, 0.7) if ranks == 1 else (0.4, 1.0))) * length,
+                    chance.uniform(*((0.02, 0.7) if ranks == 1 else (0.3, 0.75))) * length,
                 )
                 crashing = sum(seen.values()) < crashes
                 deadline = time.monotonic() + (wait if crashing else 1e9)
