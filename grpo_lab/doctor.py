@@ -92,11 +92,7 @@ def explain_failure(error, folder="."):
             return "interrupted", RESUME
         if name == "ServerError":
             return "server died", "See its last lines in the error; once that is repaired: " + RESUME
-        if (
-            isinstance(error, MemoryError)
-            or name == "MemoryError"
-            or re.search(r"out of memory|can't allocate memory|not enough memory", text)
-        ):
+        if name == "MemoryError" or re.search(r"out of memory|can't allocate memory|not enough memory", text):
             return "out of memory", (
                 "Lower per_device_train_batch_size (and raise gradient_accumulation_steps by the same factor), "
                 "max_completion_length or chunk_tokens, use loss_impl='chunked' and gradient_checkpointing=True, or "
