@@ -67,7 +67,7 @@ class RunCallback(TrainerCallback):
         peaks = on_all_ranks(peak_bytes())
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero:
-            self.run.log(state.global_step, peak_bytes=peaks, **self.label)
+            self._log_peaks(state, peaks)
             files.sync(self.run.folder / "metrics.jsonl")
             if checkpoint.exists():
                 checkpoints.seal(checkpoint, state.global_step)
@@ -75,7 +75,11 @@ class RunCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         peaks = on_all_ranks(peak_bytes())
         if state.is_world_process_zero:
-            self.run.log(state.global_step, peak_bytes=peaks, **self.label)
+            self._log_peaks(state, peaks)
+
+    def _log_peaks(self, state, peaks):
+        kind = "tensors on the GPU" if torch.cuda.is_available() else "process"
+        self.run.log(state.global_step, peak_bytes=peaks, peak_of=kind, **self.label)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:

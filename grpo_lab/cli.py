@@ -176,15 +176,13 @@ def main(argv=None):
     command.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
     command.add_argument("-f", "--file", action="append", default=[], help="YAML file of parameters for all runs")
     command.add_argument("--root", help="folder of the run folders (default: $GRPO_LAB_RUNS, else the clone's runs/)")
-    command.add_argument(
-        "--gpus", nargs="+", default=[], metavar="N", help="GPUs that take one run each: 0 1 2, or all"
-    )
-    command.add_argument(
-        "--submitit",
-        nargs="*",
-        metavar="OPTION=VALUE",
-        help="as jobs: slurm_partition=gpu timeout_min=240 gpus_per_node=1",
-    )
+    command.add_argument("--gpus", nargs="+", default=[], metavar="N", help="one run on each: 0 1 2, or all")
+    jobs = "as jobs of a cluster: slurm_partition=gpu timeout_min=240 gpus_per_node=1"
+    command.add_argument("--submitit", nargs="*", metavar="OPTION=VALUE", help=jobs)
+    command = commands.add_parser("compare", help="curves, differences, memory, throughput and receipts of runs")
+    command.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
+    command.add_argument("--key", default="reward", help="the logged quantity that is drawn and tabled")
+    command.add_argument("--out", default="comparison", help="folder for tables and pictures (default: %(default)s)")
     commands.add_parser("bench", help="measure loss heads side by side (bench -h lists its options)")
     commands.add_parser("doctor", help="what this machine has and lacks for the notebooks, each fault with its repair")
     command = commands.add_parser("clock", help="measure time and memory of the notebooks for the README's ladder")
@@ -205,6 +203,11 @@ def main(argv=None):
             return 0
         if arguments.command == "progress":
             print(table(collected(arguments.paths)))
+            return 0
+        if arguments.command == "compare":
+            from grpo_lab.compare import compare
+
+            compare(arguments.runs, arguments.out, arguments.key)
             return 0
         if arguments.command == "sweep":
             return run_sweep(arguments)

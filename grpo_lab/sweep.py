@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import queue
+import re
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,9 @@ from grpo_lab import guard
 from grpo_lab.files import read_json, write_json
 from grpo_lab.parameters import merged_parameters, notebook_parameters, read_yaml, refuse_unknown, typed
 from grpo_lab.runs import executing, find_run, run_folder, run_status
+
+# Of a run's output: progress, and how it ended. The rest stands in its executed notebook
+SHOWN = re.compile(r"\bstep \d+/\d+ |^error: |^[\w-]+( has finished|: \w+|  +(accuracy|took))|^  (accuracy|took): ")
 
 
 class Member(NamedTuple):
@@ -112,7 +116,8 @@ def _here(runs, gpus, show):
         process = guard.start(run.command, env)
         processes.add(process)
         for line in process.stdout:
-            show(f"[{run.label}] {line.rstrip()}")
+            if SHOWN.search(line):
+                show(f"[{run.label}] {line.rstrip()}")
         process.wait()
         free.put(gpu)
 

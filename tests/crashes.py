@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 from grpo_lab import GRPOConfig, GRPOTrainer
+from grpo_lab.checkpoints import last_checkpoint
 from grpo_lab.launch import LaunchError, launch
 from grpo_lab.policies import load_tiny_policy
-from grpo_lab.runs import Run, load_run, open_run, read_metrics
+from grpo_lab.runs import Run, load_run, open_run, read_json, read_metrics
 from grpo_lab.tasks import arithmetic_problems
 
 STEPS = 14
@@ -168,57 +169,64 @@ def outcome(folder):
     return {"rows": rows, "weights": weights, "states": [state["cpu"].tolist() for state in states]}
 
 
+def ended(pid, seconds, until=lambda: False):
+    """The exit status of a child, or None if it still runs after so many seconds, or when ``until()`` is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not until():
+        gone, status = os.waitpid(pid, os.WNOHANG)
+        if gone:
+            return status
+        time.sleep(0.01)
+    return None
+
+
+def crashed(pid, root, seconds, fault, chance):
+    """Let the run in ``root`` train for a random part of ``seconds``, then crash it; its exit status, 0 if it ended."""
+
+    def rows():
+        return [path.stat().st_size for path in root.glob("*/metrics.jsonl")]
+
+    before = rows()
+    from_the_start = chance.random() < 0.2  # else from the first row on
+    status = None if from_the_start else ended(pid, 100, lambda: rows() != before)
+    if status is None and (status := ended(pid, chance.uniform(0, seconds))) is None:
+        below = crash(pid, fault, chance)
+        status = os.waitpid(pid, 0)[1]
+        assert not psutil.wait_procs(below, timeout=30)[1], "nothing outlives the run"
+    return status
+
+
 def soak(crashes, ranks, seed, folder, faults=FAULTS, say=print):
-    """Crash a training ``crashes`` times; returns (kinds of crash by how often, runs that were finished)."""
+    """Crash a training ``crashes`` times; returns how often in which way, and how many runs were finished so."""
     chance, seen, runs = random.Random(seed), collections.Counter(), 0
-    work = attempt if ranks == 1 else attempt_on_two
-    began = time.monotonic()
-    os.environ["CRASHES_LOG"] = str(folder / "syncs")
-    with open(folder / "syncs", "w") as log:
-        assert os.waitpid(fork(work, folder / "unbroken", log), 0)[1] == 0
-    length = time.monotonic() - began
-    expected = outcome(finished(folder / "unbroken")[0])
+    work, notes = attempt if ranks == 1 else attempt_on_two, folder / "syncs"
+    os.environ["CRASHES_LOG"] = str(notes)
+    log = open(notes, "a")
+    assert os.waitpid(fork(work, folder / "unbroken", log), 0)[1] == 0
+    unbroken, record = finished(folder / "unbroken")
+    seconds = record.metrics[-1]["time"] - record.metrics[0]["time"]
+    expected = outcome(unbroken)
     assert len(expected["rows"]) == STEPS, "a row at each checkpoint"
     while sum(seen.values()) < crashes:
         root = folder / f"run{runs}"
-        while True:
-            log_path = folder / "syncs"
-            with open(log_path, "a") as log:
-                pid = fork(work, root, log)
-                fault, wait = (
-                    chance.choice(faults),
-                    chance.uniform(*((0.02, 0.7) if ranks == 1 else (0.3, 0.75))) * length,
-                )
-                crashing = sum(seen.values()) < crashes
-                deadline = time.monotonic() + (wait if crashing else 1e9)
-                code = None
-                while code is None and time.monotonic() < deadline:
-                    gone, status = os.waitpid(pid, os.WNOHANG)
-                    code = status if gone else None
-                    time.sleep(0.01)
-                if code is None:
-                    below = crash(pid, fault, chance)
-                    code = os.waitpid(pid, 0)[1]
-                    seen[fault] += code != 0
-                    assert not psutil.wait_procs(below, timeout=30)[1], "nothing outlives the run"
-            if fault == "power" and code and root.exists():
-                for run_folder in root.iterdir():
-                    lose_power(run_folder, log_path, chance)
-            if code == 0:
+        root.mkdir()
+        while sum(seen.values()) < crashes:
+            fault = chance.choice(faults)
+            if crashed(fork(work, root, log), root, seconds, fault, chance) == 0:
                 break
-            if root.exists() and say:
-                run = Run(next(root.iterdir()), "interrupted")
-                why = load_run(run.folder).status.get("reason", "") if (run.folder / "status.json").exists() else ""
-                last = Path(run.last_checkpoint() or "none").name
-                say(f"{sum(seen.values()):3} {fault:6} after {wait:.1f} s: {last} {why}", flush=True)
+            seen[fault] += 1
+            for found in root.iterdir():
+                if fault == "power":
+                    lose_power(found, notes, chance)
+                why = (read_json(found / "status.json") or {}).get("reason", "")
+                say(f"{sum(seen.values()):3} {fault:6} {(last_checkpoint(found) or found).name}  {why}", flush=True)
+        else:
+            assert os.waitpid(fork(work, root, log), 0)[1] == 0
         found, record = finished(root)
         assert record.status["status"] == "finished"
-        assert json.dumps(outcome(found)) == json.dumps(expected), (
-            f"run {runs} in {found} differs from the unbroken one"
-        )
+        assert json.dumps(outcome(found)) == json.dumps(expected), f"{found} differs from the unbroken run"
         runs += 1
-        if say:
-            say(f"run {runs} ended as the unbroken one")
+        say(f"run {runs} ended as the unbroken one", flush=True)
     return seen, runs
 
 
