@@ -99,7 +99,8 @@ def explain_failure(error, folder="."):
                 "end what else holds the memory. " + RESUME
             )
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if full or re.search("no space left|file too large|quota exceeded|pytorchstreamwriter failed", text):
+        # torch says "[enforce fail at inline_container.cc] unexpected pos" where it cannot write on
+        if full or re.search("no space left|file too large|quota exceeded|pytorchstreamwriter|inline_container", text):
             free = shutil.disk_usage(folder).free / 2**20
             return "disk full", (
                 f"{free:,.0f} MiB are free where {folder} lies: free some, lower save_total_limit, or set "

@@ -112,11 +112,11 @@ def test_stop_from_the_keyboard_ends_the_kernel_and_leaves_an_interrupted_run(tm
         if "asleep" in line:
             break
     folder = folder_of(tmp_path / "out")
-    kernel = executing(folder)
-    assert kernel
+    kernel = load_run(folder).status["pid"]
+    assert executing(folder).startswith(f"process {kernel} on ")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and "07_toy: interrupted" in err
+    assert process.returncode == 130 and "07_toy: interrupted" in err, err
     assert load_run(folder).status["status"] == "interrupted" and executing(folder) is None
     with pytest.raises(ProcessLookupError):
         os.kill(kernel, 0)

@@ -46,8 +46,8 @@ def test_conda_python_is_one_that_pyproject_accepts():
 
 def test_every_requirement_is_pinned_exactly():
     groups = project()["optional-dependencies"]
-    for requirement in project()["dependencies"] + groups["test"] + groups["gpu"]:
-        assert re.fullmatch(r"[a-z-]+==[\d.]+(; sys_platform == 'linux')?", requirement), requirement
+    for requirement in project()["dependencies"] + groups["test"] + groups["gpu"] + groups["slurm"]:
+        assert re.fullmatch(r"[a-z0-9-]+==[\d.]+(; sys_platform == 'linux')?", requirement), requirement
 
 
 def test_the_running_versions_are_the_pinned_ones():

@@ -100,9 +100,15 @@ def test_half_written_line_is_tolerated_and_cut_before_the_next_row(tmp_path):
     (run.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
     run.log(2, loss=1)
     assert [r["step"] for r in read_metrics(run.folder / "metrics.jsonl")] == [1, 2]
-    path.write_text('{"step": 1\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
-        read_metrics(path)
+    path.write_text('{"step": 1\n{"step": 2}\n[3]\n')
+    with pytest.warns(UserWarning) as said:
+        assert read_metrics(path) == [{"step": 2}]
+    assert [str(w.message).rpartition("/")[2] for w in said] == [
+        f"metrics.jsonl, line {n} is no row of metrics and is left out: {text!r}"
+        for n, text in ((1, '{"step": 1'), (3, "[3]"))
+    ]
+    path.write_text('{"step": 1}\n\0\0\0\n{"step": null, "resumed_at": 1}\n{"step": 2}\n')
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}], "what a power cut left is of no attempt"
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
@@ -284,8 +290,10 @@ def test_a_run_that_another_process_executes_is_refused(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout.readline() == "1\n"
-        with pytest.raises(ValueError, match=f"process {child.pid} is executing this run"):
+        before = {p.name: p.read_bytes() for p in run_folder("06_train", PARAMS, tmp_path).iterdir()}
+        with pytest.raises(ValueError, match=f"process {child.pid} on .* is executing this run"):
             open_run("06_train", PARAMS, tmp_path)
+        assert before == {p.name: p.read_bytes() for p in run_folder("06_train", PARAMS, tmp_path).iterdir()}
     finally:
         child.kill()
         child.communicate()
