@@ -172,7 +172,7 @@ def _loss_and_grads(trainer, inputs, hidden, head, impl):
             loss = _trl_loss(trainer, inputs, leaves["hidden"], head)
         else:
             loss, stats = trainer.head_loss(leaves["hidden"], head, inputs, impl)
-            logps = stats.logps[:, : inputs["completion_ids"].shape[1]]
+            loss, logps = trainer.accumulated(loss), stats.logps[:, : inputs["completion_ids"].shape[1]]
         grads = torch.autograd.grad(loss, list(leaves.values()))
     return loss.item(), dict(zip(leaves, grads, strict=True)), logps
 
@@ -211,8 +211,7 @@ def _trl_loss(trainer, inputs, hidden, head):
             loss = trl.GRPOTrainer._compute_loss(trainer, model, inputs)
     finally:
         trainer._metrics = metrics
-    accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
-    return loss * accumulation
+    return loss
 
 
 def _part_that_fits(inputs, hidden, head):

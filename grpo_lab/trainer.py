@@ -246,7 +246,7 @@ class GRPOTrainer(Resuming, trl.GRPOTrainer):
             if training and self.receipt is None and self.args.verify_first_batch and receipt.can_tell(self, inputs):
                 self.receipt = receipt.verify(self, inputs, hidden.detach(), head)
             loss, stats = self.head_loss(hidden, head, inputs, self.args.loss_impl)
-            loss = loss * (share / accumulation)
+            loss = self.accumulated(loss) * share
             exact = loss.detach()
             return dict(loss=loss)
 
@@ -264,6 +264,10 @@ class GRPOTrainer(Resuming, trl.GRPOTrainer):
             loss = loss + self.router_aux_loss_coef * output.aux_loss / accumulation
         self._log_stats(stats, loss.detach(), output.aux_loss, accumulation)
         return loss
+
+    def accumulated(self, loss):
+        """A batch's part of the loss that the optimiser steps on."""
+        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1.0)
 
     def head_loss(self, hidden, head, inputs, impl):
         """``grpo_loss`` of a batch as TRL prepares it, before the division by the accumulation steps.

@@ -11,6 +11,7 @@ the weights and the random states, with ==. Linux, CPU. One process is forked fr
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -126,26 +127,29 @@ def fork(work, root, log):
 
 def family(pid):
     """The process, the launcher's processes below it, and the ranks."""
-    main = psutil.Process(pid)
+    main, ranks = psutil.Process(pid), []
     below = main.children(recursive=True)
-    ranks = [child for child in below if any(Path(word).name == Path(__file__).name for word in child.cmdline()[1:3])]
+    for child in below:
+        with contextlib.suppress(psutil.Error):
+            if any(Path(word).name == Path(__file__).name for word in child.cmdline()[1:3]):
+                ranks.append(child)
     return main, below, ranks or [main]
 
 
 def crash(pid, fault, chance):
     """Do it to one process of the run, where power fails to all; return what they were."""
     main, below, ranks = family(pid)
-    if fault == "power":
-        for process in (main, *below):
-            process.kill()
-    elif fault == "kill":
-        chance.choice((main, *ranks)).kill()
-    elif fault == "memory":
-        victim = chance.choice(ranks)
-        resource.prlimit(victim.pid, resource.RLIMIT_AS, (victim.memory_info().vms,) * 2)
-    else:
-        size = chance.choice((1_000, 50_000, 400_000))
-        resource.prlimit(chance.choice(ranks).pid, resource.RLIMIT_FSIZE, (size, size))
+    victim, size = chance.choice(ranks), chance.choice((1_000, 50_000, 400_000))
+    with contextlib.suppress(psutil.Error, ProcessLookupError):  # it may have ended just now
+        if fault == "power":
+            for process in (main, *below):
+                process.kill()
+        elif fault == "kill":
+            chance.choice((main, victim)).kill()
+        elif fault == "memory":
+            resource.prlimit(victim.pid, resource.RLIMIT_AS, (victim.memory_info().vms,) * 2)
+        else:
+            resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (size, size))
     return below
 
 
@@ -193,7 +197,9 @@ def crashed(pid, root, seconds, fault, chance):
         below = crash(pid, fault, chance)
         status = os.waitpid(pid, 0)[1]
         assert not psutil.wait_procs(below, timeout=30)[1], "nothing outlives the run"
-    return status
+        return status
+    assert status == 0, [path.read_text() for path in root.glob("*/status.json")]
+    return 0
 
 
 def soak(crashes, ranks, seed, folder, faults=FAULTS, say=print):

@@ -1,5 +1,6 @@
 """The trainer against TRL's own, through whole training runs of a tiny random model; the receipt; refusals by name."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -358,8 +359,6 @@ def wrong(field):
     original = Objective.loss
 
     def loss(self, logps, entropy, tokens):
-        import dataclasses
-
         change = {field: None} if field in ("old_logps",) else {field: getattr(tokens, field) * 1.1}
         return original(self, logps, entropy, dataclasses.replace(tokens, **change))
 
@@ -389,6 +388,33 @@ def test_a_wrong_kernel_stops_the_run(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(chunked, "row_stats", one_row_wrong)
     with pytest.raises(receipt.ReceiptError, match="does not agree with naive"):
         trained(tiny, tmp_path)
+
+
+def drop(what, monkeypatch):
+    """Leave a part out of the trainer's loss, whoever computes it."""
+    from grpo_lab import trainer as module
+
+    if what == "accumulation":
+        return monkeypatch.setattr(GRPOTrainer, "accumulated", lambda self, loss: loss)
+    original = module.grpo_loss
+
+    def without(hidden, weight, ids, mask, *args, objective, **kwargs):
+        if what == "temperature":
+            objective = dataclasses.replace(objective, temperature=1.0)
+        else:
+            mask = torch.ones_like(mask)
+        return original(hidden, weight, ids, mask, *args, objective=objective, **kwargs)
+
+    monkeypatch.setattr(module, "grpo_loss", without)
+
+
+@pytest.mark.parametrize("what", ["temperature", "mask", "accumulation"])
+def test_a_loss_without_a_part_stops_the_run(tiny, tmp_path, monkeypatch, what):
+    """The ratio, and a row's gradient, are dropped above."""
+    drop(what, monkeypatch)
+    with pytest.raises(receipt.ReceiptError, match="does not agree with (trl|naive)"):
+        trained(tiny, tmp_path, temperature=0.7, gradient_accumulation_steps=2, loss_type="grpo")
+    assert not json.loads((tmp_path / "receipt.json").read_text())["passed"]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo"])
