@@ -161,8 +161,10 @@ def _as_jobs(runs, home, options, show):
     known = read_json(home / "jobs.json") or {}
     jobs = {name: executor.job_class(home / "jobs", number) for name, number in known.items()}
     new = [run for run in runs if not _alive(jobs.get(run.folder.name), run)]
-    with executor.batch():
-        submitted = [executor.submit(Job(run.command)) for run in new]
+    submitted = []
+    if new:
+        with executor.batch():
+            submitted = [executor.submit(Job(run.command)) for run in new]
     jobs |= {run.folder.name: job for run, job in zip(new, submitted)}
     write_json(home / "jobs.json", {name: job.job_id for name, job in jobs.items()})
     for run in runs:

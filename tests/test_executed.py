@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
-from test_cli import OPEN, WORK, notebook
+from test_cli import OPEN, PARAMETERS, WORK, notebook
 
-from grpo_lab.executed import FORMULA, to_html
+from grpo_lab.executed import FORMULA, check_injected, to_html
 from grpo_lab.runs import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,8 +22,8 @@ def papermill(folder, *arguments):
     """Plain papermill, as a user calls it: with a relative output, from a folder of his own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GRPO_LAB_RUNS": str(folder / "runs"), "PWD": str(folder)}
     environment.pop("GRPO_LAB_COMMAND", None)
-    command = [Path(sys.executable).with_name("papermill"), "07_toy.ipynb", "out.ipynb", "-k", "python3", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "papermill", "07_toy.ipynb", "out.ipynb", "-k", "python3", "-l", "python"]
+    return subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_plain_papermill_makes_the_same_run_folder(tmp_path):
@@ -41,18 +42,34 @@ def test_plain_papermill_makes_the_same_run_folder(tmp_path):
     assert "working in" in copy.cells[-1].outputs[0].text and "working in" in (folder / "07_toy.html").read_text()
 
 
+def test_a_misspelt_parameter_ends_plain_papermill_before_there_is_a_run(tmp_path):
+    notebook(tmp_path, OPEN, WORK)
+    done = papermill(tmp_path, "-p", "sede", "3")
+    said = "parameter sede: the notebook has none of this name; did you mean seed? It has: smoke, seed,"
+    assert done.returncode and said in done.stderr and not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
-    "arguments, message",
+    "injected, message",
     [
-        (["-p", "sede", "3"], "parameter sede: the notebook has none of this name; did you mean seed?"),
-        (["-p", "smoke", "false"], "smoke = 'false' is text: expected bool. papermill takes True, not true"),
-        (["-y", "learning_rate: 1e-4"], "learning_rate = '1e-4' is text: expected float.*1.0e-6, not 1e-6"),
+        ("quite_other = 1", "parameter quite_other: the notebook has none of this name; It has: smoke"),
+        ('smoke = "false"', "smoke = 'false' is text: expected bool. papermill takes True, not true"),
+        ('learning_rate = "1e-4"', "learning_rate = '1e-4' is text: expected float.*1.0e-6, not 1e-6"),
+        ("seed = [1]", r"seed = \[1\]: expected int, as its default 0"),
+        ('seed = 3\nname = "grpo"\nlimit = "12"\nlearning_rate = 1', None),
     ],
 )
-def test_plain_papermill_s_parameters_are_checked_when_the_run_is_opened(tmp_path, arguments, message):
-    notebook(tmp_path, OPEN, WORK)
-    done = papermill(tmp_path, *arguments)
-    assert done.returncode and re.search(message, done.stderr) and not (tmp_path / "runs").exists()
+def test_injected_parameters_have_the_notebook_s_names_and_types(monkeypatch, injected, message):
+    import IPython
+
+    cells = ["", PARAMETERS, f"# Parameters\n{injected}\n", "open_run()"]
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(user_ns={"In": cells}))
+    params = dict.fromkeys(("smoke", "seed", "learning_rate", "name", "limit"))
+    if message is None:
+        return check_injected(params)
+    with pytest.raises(ValueError, match=message) as error:
+        check_injected(params)
+    assert "\n" not in str(error.value)
 
 
 def test_the_html_copy_fetches_nothing_and_shows_formulas_and_pictures(tmp_path):
