@@ -136,7 +136,7 @@ def machines(curves):
 
 def _short(value):
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 40 else text[:12] + "..."
+    return text if len(text) <= 32 else text[:12] + "..."
 
 
 def spread(values):

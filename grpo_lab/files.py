@@ -13,6 +13,17 @@ from pathlib import Path
 _locks = {}  # lock file -> the open file that holds it for this process
 
 
+def _of_the_parent_alone():
+    """A forked process, such as a data loader's worker, must not keep its parent's locks when that has died."""
+    for file in _locks.values():
+        file.close()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_of_the_parent_alone)
+
+
 def plain(value):
     """``value`` as JSON can hold it: tensors and arrays as lists, paths as strings, NaN and infinities as None."""
     if isinstance(value, dict):
@@ -99,8 +110,7 @@ def lock(folder, name=".lock", patience=0.5):
     """Keep ``folder`` for this process until ``unlock`` or its end, however it ends: the system drops the lock then.
 
     Returns None, or who holds it and kept it for ``patience`` seconds: "process 4711 on host". File systems without
-    locks, and Windows, keep nobody out. The lock is POSIX's: it belongs to the process, works over NFS, and hangs on no
-    clock and no process number.
+    locks, and Windows, keep nobody out. The lock (flock) works over NFS, and hangs on no clock and no process number.
     """
     path = Path(folder).resolve() / name
     held = _locks.get(path)
@@ -128,7 +138,7 @@ def unlock(folder):
 def holder(folder):
     """The other process that holds ``folder``, as ``lock`` names it, or None."""
     path = Path(folder).resolve() / ".lock"
-    if path in _locks:  # closing a second handle would drop the process's own lock
+    if path in _locks:
         return None
     try:
         with open(path, "r+", encoding="utf-8") as file:
@@ -146,7 +156,7 @@ def _take(file):
     try:
         import fcntl
 
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except (ImportError, OSError):

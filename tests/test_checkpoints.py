@@ -1,6 +1,8 @@
 """Whole checkpoints: the seal, what a power cut or a clock can do, and whose weights they are."""
 
 import os
+import signal
+import time
 
 import pytest
 import torch
@@ -113,11 +115,20 @@ def test_a_lock_is_the_process_s_and_survives_a_second_handle(tmp_path):
     if not child:  # a data loader's worker: it neither holds the lock nor drops it
         os._exit(int(files._take(open(tmp_path / ".lock", "r+"))))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    files.unlock(tmp_path)
-    child = os.fork()
-    if not child:
-        os._exit(int(files.lock(tmp_path) is None))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    (tmp_path / ".lock").read_bytes()  # as a copy of the folder does
+    worker = os.fork()
+    if not worker:
+        time.sleep(60)
+    try:
+        for free in (0, 1):
+            child = os.fork()
+            if not child:
+                os._exit(int(files.lock(tmp_path) is None))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == free
+            files.unlock(tmp_path)  # as if the process had died, and its worker not yet
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
 
 
 def test_json_that_is_none_names_its_file(tmp_path):
