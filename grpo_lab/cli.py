@@ -1,6 +1,7 @@
 """The command line: ``python -m grpo_lab run 06 -p seed 3 -f params.yaml`` executes a notebook into its run folder.
 
-``python -m grpo_lab bench`` measures loss heads side by side (``bench.py``), ``doctor`` looks this machine over,
+``sweep 06 -g seed 0 1 2`` executes it with many (``sweep.py``), ``compare RUNS...`` lays runs over one another
+(``compare.py``), ``bench`` measures loss heads side by side (``bench.py``), ``doctor`` looks this machine over,
 ``clock`` times the notebooks, ``exercises`` writes the exercise notebooks, and ``progress FOLDER...`` prints who has
 passed which.
 

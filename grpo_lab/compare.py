@@ -101,15 +101,20 @@ def grouped(curves):
         known.setdefault((curve.notebook, curve.series, canonical(rest)), []).append(curve)
     names = list(differing([group[0].record.parameters for group in known.values()], without=("seed",)))
     several_notebooks = len({notebook for notebook, _, _ in known}) > 1
+
+    def order(group):
+        values = [group[0].record.parameters.get(name) for name in names]
+        return [(type(v).__name__, v if isinstance(v, (int, float, str)) else str(v)) for v in values]
+
     labels = {}
-    for (notebook, series, _), group in known.items():
+    for (notebook, series, _), group in sorted(known.items(), key=lambda item: (item[0][0], order(item[1]))):
         parts = [notebook] if several_notebooks or not names and series is None else []
         parts += [series] if series else []
         parts += [f"{n}={_short(group[0].record.parameters[n])}" for n in names if n in group[0].record.parameters]
         label = " ".join(parts)
         while label in labels:
             label += "'"
-        labels[label] = group
+        labels[label] = sorted(group, key=lambda curve: str(curve.seed).zfill(20))
     return labels
 
 

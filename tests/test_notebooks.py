@@ -103,6 +103,12 @@ def vllm_rollouts(summary):
     assert summary["stale_mismatch_before"] > 1e-5
 
 
+def comparison(summary):
+    """09: two runs of its own, in two groups, each with its receipt, memory and throughput."""
+    assert (summary["runs"], summary["groups"], summary["receipts_passed"]) == (2, 2, 2)
+    assert 0 <= summary["ahead"] <= 1 and summary["peak_gib"] > 0.1 and summary["tokens_per_second"] > 0
+
+
 FACTS = {
     "00_start_here": one_step,
     "01_memory_wall": memory_wall,
@@ -113,6 +119,7 @@ FACTS = {
     "06_train_single_gpu": training,
     "07_fsdp_peft_multi_gpu": several_processes,
     "08_vllm_rollouts": vllm_rollouts,
+    "09_compare_runs": comparison,
 }
 
 
