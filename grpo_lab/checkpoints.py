@@ -7,6 +7,7 @@ lay on the disk before the seal did. One that a script wrote without them is jud
 
 import json
 import os
+import re
 from pathlib import Path
 
 from grpo_lab.files import read_json, sync, write_json
@@ -72,9 +73,12 @@ def check_model(checkpoint, model):
     """Raises ValueError where a checkpoint holds the weights of a model of other shapes than ``model``."""
     own = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        own[name.replace(".default", "")] = tuple(getattr(tensor, "ds_shape", tensor.shape))  # PEFT's, ZeRO-3's
-    for name, shape in weights(Path(checkpoint)).items():
-        if own.get(name) != shape:
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # ZeRO-3's
+        own[re.sub(r"\.modules_to_save|\.default", "", name)] = shape  # PEFT's
+    theirs = weights(Path(checkpoint))
+    adapters = any("lora_" in name for name in theirs) and any(name in own for name in theirs)
+    for name, shape in theirs.items():
+        if own.get(name) != shape and not (adapters and name not in own):  # PEFT has more ways to save its weights
             here = f"has it as {own[name]}" if name in own else "has no such weight"
             raise ValueError(f"{checkpoint} is of another model: its {name} is {shape}, and this model {here}. Nothing "
                              "was changed: move the run folder away, or run with --fresh, which does")  # fmt: skip

@@ -156,8 +156,11 @@ def _as_jobs(runs, home, options, show):
         from submitit import AutoExecutor
     except ImportError:
         raise ValueError("submitit = ...: the package is not installed: pip install 'grpo-lab[slurm]'") from None
-    executor = AutoExecutor(home / "jobs", options.pop("cluster", "slurm"))
-    executor.update_parameters(name=home.name, **options)
+    try:
+        executor = AutoExecutor(home / "jobs", options.pop("cluster", "slurm"))
+        executor.update_parameters(name=home.name, **options)
+    except (RuntimeError, NameError, TypeError, AssertionError) as error:
+        raise ValueError(f"--submitit: {' '.join(str(error).split())}") from error
     known = read_json(home / "jobs.json") or {}
     jobs = {name: executor.job_class(home / "jobs", number) for name, number in known.items()}
     new = [run for run in runs if not _alive(jobs.get(run.folder.name), run)]

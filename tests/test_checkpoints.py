@@ -106,6 +106,13 @@ def test_a_lora_checkpoint_fits_its_model_and_no_other_rank(tmp_path):
     check_model(path, adapted(2))
     with pytest.raises(ValueError, match=r"of another model: .*lora_A.weight is \(2, 4\)"):
         check_model(path, adapted(3))
+    with pytest.raises(ValueError, match="has no such weight"):
+        check_model(path, torch.nn.Linear(4, 4))
+    whole = LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"])
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
+    model = get_peft_model(torch.nn.Sequential(*layers), whole)
+    model.save_pretrained(tmp_path / "checkpoint-2")
+    check_model(tmp_path / "checkpoint-2", model)
 
 
 def test_a_lock_is_the_process_s_and_survives_a_second_handle(tmp_path):

@@ -1,6 +1,7 @@
 """Sweeps of a toy notebook: one after another, over GPUs, as jobs of submitit's local executor; interrupted, failed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,15 @@ def test_over_gpus_with_a_failure_and_then_as_jobs(tmp_path):
     said.clear()
     sweep(path, sets, tmp_path / "out", submitit=options, show=said.append)
     assert len(said) == 2, "nothing is left to do"
+
+
+@pytest.mark.skipif(shutil.which("srun") is not None, reason="there is a Slurm here")
+@pytest.mark.parametrize("option, message", [("slurm_partition=x", "srun"), ("cluster=local nonsense=1", "nonsense")])
+def test_jobs_that_cannot_be_submitted_are_told_in_a_line(tmp_path, capsys, option, message):
+    path = notebook(tmp_path, OPEN, WORK)
+    assert cli.main(["sweep", str(path), "--root", str(tmp_path / "out"), "--submitit", *option.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --submitit: ") and message in said and said.count("\n") == 1
 
 
 def test_a_job_out_of_time_goes_back_into_the_queue(tmp_path):
