@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 from grpo_lab import cli
+from grpo_lab.parameters import typed
 from grpo_lab.runs import executing, load_run, run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,7 +160,7 @@ def test_bad_requests_say_what_to_do(tmp_path, capsys, arguments, message):
     ],
 )
 def test_values_take_the_type_of_the_default(default, text, value):
-    found = cli.typed("x", text, default)
+    found = typed("x", text, default)
     assert found == value and type(found) is type(value)
 
 
