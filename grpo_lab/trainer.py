@@ -39,15 +39,9 @@ if ".".join(trl.__version__.split(".")[:2]) != TRL_VERSION:
 logger = logging.get_logger(__name__)
 LOSS_IMPLS = ("chunked", "naive", "trl")
 _LIVE = (
-    "loss_type",
-    "importance_sampling_level",
-    "epsilon_high",
-    "beta",
-    "max_completion_length",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "off_policy_mask_threshold",
-)
+    "loss_type importance_sampling_level epsilon_high beta max_completion_length top_entropy_quantile entropy_coef "
+    "off_policy_mask_threshold"
+).split()
 _FORWARD_KEYS = (
     "pixel_values",
     "image_grid_thw",
