@@ -1,5 +1,6 @@
 """What every test relies on: no hub look-ups, figures drawn without a screen, kernels that run without a GPU, seeds."""
 
+import gc
 import os
 import signal
 import zlib
@@ -16,6 +17,12 @@ import torch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when grpo_lab.kernels is imported
+
+
+def pytest_collection_finish():
+    """A million objects of libraries outlive the tests: the collections that tests make, by the dozen, skip them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

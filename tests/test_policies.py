@@ -130,7 +130,7 @@ def test_evaluate_counts_what_the_reward_says(monkeypatch):
 
 def test_a_short_warm_start_lowers_the_loss_and_repeats_exactly(one_thread, capsys):
     tokenizer = policies.build_tokenizer()
-    settings = policies.WARM_START | {"demonstrations": 400, "steps": 12, "batch_size": 32}
+    settings = policies.WARM_START | {"demonstrations": 400, "pages": 100, "steps": 12, "batch_size": 32}
     weights = []
     for _ in range(2):
         model = policies.build_model(tokenizer, seed=3)
