@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import zlib
 
@@ -13,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread 
 import pytest
 import torch
 
+# Another in every run, the same in the processes of one run, where it stands in the tests' names
+FRESH_SEED = int(os.environ.setdefault("GRPO_LAB_TEST_SEED", str(random.randrange(10**6))))
 # A suite that a shell started in the background ignores interrupts, and so would the processes that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():

@@ -5,13 +5,14 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from conftest import FRESH_SEED
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from grpo_lab import policies, tasks  # noqa: E402
 
-SEEDS = [5, random.randrange(10**6)]
+SEEDS = [5, FRESH_SEED]
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,17 @@
 import hashlib
 import json
 import os
-import random
 import re
 from pathlib import Path
 
 import pytest
+from conftest import FRESH_SEED
 
 from grpo_lab import tasks
 
 GSM8K = Path(os.environ.get("GRPO_LAB_GSM8K", Path(__file__).resolve().parents[2] / "shared" / "gsm8k"))
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K's jsonl files are not at {GSM8K}")
-SEEDS = [3, random.randrange(10**6)]  # a fixed and a fresh one; pytest prints them in the test's name
+SEEDS = [3, FRESH_SEED]  # pytest prints them in the test's name
 LINE = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
 
