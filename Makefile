@@ -1,10 +1,12 @@
 # make demo | test | lab | lint | exercises | clean.  Needs Python 3.11 or 3.12 with venv, and 4 GB of disk.
 # A CPU build of torch, or another mirror:  make demo PIP_ARGS="--extra-index-url <the CPU index on PyTorch's install page>"
 # Another interpreter:                      make demo PYTHON=python3.12
+# Tests in more processes than two:         make test JOBS=4  (each takes a core or two, and 2 GB of memory)
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP_ARGS ?=
+JOBS ?= 2
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 PICK := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -19,7 +21,7 @@ demo: $(VENV)/.installed
 	@$(PY) -m grpo_lab run 06
 
 test: $(VENV)/.installed
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(JOBS)
 
 lab: $(VENV)/.installed
 	@$(PY) -m jupyterlab notebooks/00_start_here.ipynb

@@ -28,6 +28,26 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Under ``-n 2`` a test goes to whichever process is free; those of one expensive fixture go together, and first.
+
+    By their names: the mark xdist_group is without effect since pytest 9.2 (pytest-xdist, issue 1386).
+    """
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file, _, test = nodeid.partition("::")
+            if file.endswith("test_notebooks.py"):
+                return test.partition("[")[2] or test
+            return file if file.endswith(("test_wrappers.py", "test_launch.py")) else nodeid
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture
 def seed(request):
     """Seeds torch with a number of the test's own: the same in every run, another for every parameter."""
