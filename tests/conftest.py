@@ -43,7 +43,11 @@ def pytest_xdist_make_scheduler(config, log):
             file, _, test = nodeid.partition("::")
             if file.endswith("test_notebooks.py"):
                 return test.partition("[")[2] or test
-            return file if file.endswith(("test_wrappers.py", "test_launch.py")) else nodeid
+            return (
+                file
+                if file.endswith(("test_wrappers.py", "test_launch.py", "test_vllm.py", "test_crashes.py"))
+                else nodeid
+            )
 
     return Scheduling(config, log)
 
