@@ -1,8 +1,10 @@
 """What every test relies on: no hub look-ups, figures drawn without a screen, kernels that run without a GPU, seeds."""
 
+import functools
 import gc
 import os
 import random
+import re
 import signal
 import zlib
 
@@ -30,7 +32,8 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Under ``-n 2`` a test goes to whichever process is free; those of one expensive fixture go together, and first.
+    """Under ``-n 2`` a test goes to whichever process is free. The tests of a file with a fixture for all of them go
+    together, so that it is made once, and so do those of a notebook; these groups come first.
 
     By their names: the mark xdist_group is without effect since pytest 9.2 (pytest-xdist, issue 1386).
     """
@@ -38,16 +41,16 @@ def pytest_xdist_make_scheduler(config, log):
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    @functools.cache
+    def shares_a_fixture(file):
+        return re.search(r'\bscope="(module|session)"', (config.rootpath / file).read_text(encoding="utf-8"))
+
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file, _, test = nodeid.partition("::")
-            if file.endswith("test_notebooks.py"):
+            if file.endswith("test_notebooks.py"):  # a fixture for each notebook
                 return test.partition("[")[2] or test
-            return (
-                file
-                if file.endswith(("test_wrappers.py", "test_launch.py", "test_vllm.py", "test_crashes.py"))
-                else nodeid
-            )
+            return file if shares_a_fixture(file) else nodeid
 
     return Scheduling(config, log)
 
