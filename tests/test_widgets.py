@@ -109,7 +109,7 @@ def test_pictures_show_the_first_views(records):
     (ax,) = widget_plots.bars_figure(widgets.head_bars(records), card=24).axes
     totals = [bar.total for bar in widgets.head_bars(records)]
     assert sum(patch.get_width() for patch in ax.patches) == sum(totals)
-    assert {t.get_text().strip() for t in ax.texts} == {"38.5 GiB does not fit", "2.01 GiB", "1.01 GiB"}
+    assert {t.get_text().strip() for t in ax.texts} == {"38.5 GiB does not fit", "2.01 GiB", "1.16 GiB"}
     (ax,) = widget_plots.tokens_figure([["a", "\n"]], "ratio", [[2.0, 1.0]], [[True, False]], ["one"]).axes
     assert [t.get_text() for t in ax.texts] == ["one", "a", "2", "↵", "1"]
     assert ax.patches[0].get_edgecolor()[3] == 1 and ax.patches[1].get_edgecolor()[3] == 0
