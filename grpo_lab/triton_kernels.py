@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+# Far below any logit, and yet finite, also times log2 e: 0 * -inf is no 0, and the interpreter warns of overflow
+_BELOW = tl.constexpr(-2.0e38)
 
 
 @triton.jit
@@ -19,8 +21,8 @@ def _exp(x):
 
 @triton.jit
 def _load(z_ptr, cols, end):
-    """The head's outputs in the columns below end; far below any logit beyond, and yet finite: 0 * -inf is no 0."""
-    return tl.load(z_ptr + cols, mask=cols < end, other=-3.0e38)
+    """The head's outputs in the columns below end, _BELOW beyond."""
+    return tl.load(z_ptr + cols, mask=cols < end, other=_BELOW)
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def _to_logits(z, inside, scale, cap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.c
         x *= scale
         if HAS_SOFTCAP:
             x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)  # tanh
-        x = tl.where(inside, x, -3.0e38)
+        x = tl.where(inside, x, _BELOW)
     return x
 
 
@@ -45,7 +47,7 @@ def _absorb_block(x, cols, first, at, peak, total, dot, SLACK: tl.constexpr, BLO
     """A row's running statistics after the logits x of BLOCK columns from ``first``, the sampled token ``at`` kept out;
     their numerators; and by what earlier ones shrink."""
     if (at >= first) & (at < first + BLOCK):
-        x = tl.where(cols == at, -3.0e38, x)
+        x = tl.where(cols == at, _BELOW, x)
     top = tl.max(x, axis=0)
     new_peak = tl.where(top > peak + SLACK, top, peak)
     shift = x - new_peak
