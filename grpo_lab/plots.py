@@ -9,6 +9,7 @@ import base64
 import io
 import itertools
 import json
+from math import log10
 
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
@@ -348,10 +349,14 @@ def interactive(figure):
             if ax.get_yscale() == "log":
                 style |= {"text": [ax.format_ydata(value) for value in y], "hovertemplate": "%{x}: %{text}"}
             twin.add_scatter(x=x, y=y, name=name.lstrip("_"), **style, **cell)
+        for note in (text for text in ax.texts if hasattr(text, "xyann")):
+            at = [log10(v) if axis.get_scale() == "log" else v for v, axis in zip(note.xy, (ax.xaxis, ax.yaxis))]
+            style = {"xshift": 1.5 * note.xyann[0], "yshift": 1.5 * note.xyann[1], "font_color": note.get_color()}
+            twin.add_annotation(x=at[0], y=at[1], text=note.get_text(), showarrow=False, **style, **cell)
         twin.update_xaxes(title=ax.get_xlabel(), **_scale(ax.xaxis, ax.get_xlim()), **cell)
         twin.update_yaxes(title=ax.get_ylabel(), **_scale(ax.yaxis, ax.get_ylim()), **cell)
-    title = titles[0] if len(titles) == 1 else None
-    twin.update_layout(title=title, template="simple_white", height=110 + 310 * lines, margin={"t": 50, "b": 40})
+    title = figure.get_suptitle() or (titles[0] if len(titles) == 1 else None)
+    twin.update_layout(title=title, template="simple_white", height=140 + 310 * lines, margin={"t": 80, "b": 40})
     return twin
 
 

@@ -149,7 +149,8 @@ def memory_calculator(records=(), card=24):
         control.observe(draw, "value")
     draw()
     grid = {"grid_template_columns": "repeat(auto-fill, 26em)"}
-    box = w.VBox([w.GridBox([*controls.values()], layout=grid), view])
+    about = w.HTML(f"{KEYS}Tab goes from one control to the next, the arrow keys move it.")
+    box = w.VBox([w.GridBox([*controls.values()], layout=grid), about, view])
     box.controls, box.view = controls, view
     return box
 
@@ -207,6 +208,12 @@ def tokens_html(tokens, name, values, clipped):
     return f'{STYLE}<div class="gl gl-text">{"".join(spans)}</div>'
 
 
+def token_texts(tokenizer, ids):
+    """The text of each token, which make up the whole text: decoded alone, a token may lose the space before it."""
+    texts = [tokenizer.decode(ids[:end]) for end in range(len(ids) + 1)]
+    return [after[len(before) :] for before, after in itertools.pairwise(texts)]
+
+
 def token_microscope(completions, quantities, clipped, labels=None):
     """Looks at one completion's tokens. Returns an ipywidgets VBox with ``.controls`` ("completion", "shown") and
     ``.view``; ``tokens_figure`` draws its first view.
@@ -234,13 +241,16 @@ def token_microscope(completions, quantities, clipped, labels=None):
     for control in controls.values():
         control.observe(draw, "value")
     draw()
-    about = w.HTML("Blue with a solid line: above 0 (a ratio: above 1). Red with a dashed line: below. In a box: "
-                   "clipped. Point at a token, or reach it with Tab, for its number.")  # fmt: skip
+    about = w.HTML(f"{KEYS}Blue with a solid line: above 0 (a ratio: above 1). Red with a dashed line: below. In a "
+                   "box: clipped. Point at a token, or reach it with Tab, for its number.")  # fmt: skip
     box = w.VBox([w.HBox([*controls.values()], layout={"flex_flow": "row wrap"}), view, about])
     box.controls, box.view = controls, view
     return box
 
 
+# Keys pressed on what has this attribute are its own; else JupyterLab goes from cell to cell with a control's arrows
+KEYS = """<style onload="this.closest('.widget-vbox').addEventListener('focusin',
+    event => event.target.setAttribute('data-lm-suppress-shortcuts', ''))"></style>"""
 STYLE = """<style>
 .gl { color: inherit; line-height: 1.5; max-width: 60em }
 .gl-bar { position: relative; display: flex; height: 1.8em; margin: 0 0 .6em; border: 1px solid currentColor }

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -115,6 +116,17 @@ def test_the_twin_names_a_provider_once_and_keeps_limits_and_per_cent():
     assert [t.name for t in twin.data if t.showlegend] == ["chunked", "TRL"]
     assert [t.legendgroup for t in twin.data] == ["chunked", "chunked", "TRL", "TRL"] * 2
     assert twin.layout.yaxis.range[0] == 0 and "50%" in twin.layout.xaxis2.ticktext
+
+
+def test_the_twin_has_the_title_and_the_words_beside_the_points():
+    rows = [
+        {"provider": "chunked", "head": "trainable", "peak_mib": m, "ms": 80 - m / 64, "setting": s}
+        for m, s in ((1024, "low, 1"), (2048, "default"))
+    ]
+    twin = plots.interactive(bench_plots.frontier_figure(rows, "Time against memory"))
+    assert twin.layout.title.text == "Time against memory"
+    places = {note.text: (note.x, note.y) for note in twin.layout.annotations if note.xref == "x"}
+    assert places == {"low": (10 * math.log10(2), 64.0), "default": (11 * math.log10(2), 48.0)}
 
 
 def test_budget_heatmap_prints_every_ratio_and_bolds_what_exceeds_the_budget():

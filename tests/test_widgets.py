@@ -10,6 +10,7 @@ from grpo_lab import Objective, dashboard, grpo_loss, plots, widget_plots, widge
 from grpo_lab.bench_files import recorded
 from grpo_lab.memory import predict_loss_bytes
 from grpo_lab.plots import format_bytes
+from grpo_lab.policies import load_tiny_policy
 
 HOSTILE = "<script>alert('x')</script>\" onmouseover=\"alert(1) &lt;"
 
@@ -84,6 +85,14 @@ def test_token_values_are_those_of_the_loss(loss_type, seed):
     assert values["coefficient"][0][3:] == [0, 0] and not any(clipped[0][3:])
 
 
+def test_the_texts_of_tokens_keep_their_spaces():
+    tokenizer = load_tiny_policy()[1]
+    text = "Ben has 43 + 7 = 50 pens.\n#### 50"
+    ids = tokenizer(text).input_ids
+    pieces = widgets.token_texts(tokenizer, ids)
+    assert "".join(pieces) == text and len(pieces) == len(ids) and pieces[1:4] == [" has", " 4", "3"]
+
+
 def test_the_microscope_follows_its_controls_and_trusts_no_token():
     completions = [["Tom", " has", HOSTILE, "\n"], ["6"]]
     values = {"ratio": [[1.0, 2.0, 0.25, 1.0], [1.5, 0, 0, 0]], "log-prob": [[-0.1, -2.0, -3.0, 0.0], [-1.0, 0, 0, 0]]}
@@ -109,7 +118,7 @@ def test_pictures_show_the_first_views(records):
     (ax,) = widget_plots.bars_figure(widgets.head_bars(records), card=24).axes
     totals = [bar.total for bar in widgets.head_bars(records)]
     assert sum(patch.get_width() for patch in ax.patches) == sum(totals)
-    assert {t.get_text().strip() for t in ax.texts} == {"38.5 GiB does not fit", "2.01 GiB", "1.16 GiB"}
+    assert {t.get_text().strip() for t in ax.texts} == {"38.5 GiB does not fit", *map(format_bytes, totals[1:])}
     (ax,) = widget_plots.tokens_figure([["a", "\n"]], "ratio", [[2.0, 1.0]], [[True, False]], ["one"]).axes
     assert [t.get_text() for t in ax.texts] == ["one", "a", "2", "↵", "1"]
     assert ax.patches[0].get_edgecolor()[3] == 1 and ax.patches[1].get_edgecolor()[3] == 0

@@ -1,0 +1,144 @@
+"""The notebooks in a real JupyterLab: opened and run, seen in both themes, their widgets worked by the keyboard.
+
+The screenshots stay in tests/screenshots, for a person to look at.
+"""
+
+import re
+import shutil
+
+import pytest
+
+browser = pytest.importorskip("browser", reason="selenium is not installed")
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+from grpo_lab.plots import format_bytes  # noqa: E402
+from grpo_lab.widgets import head_bars  # noqa: E402
+
+NOTEBOOKS = sorted((browser.ROOT / "notebooks").glob("*.ipynb"))
+RUN = ("00", "01", "03", "06")  # quick in smoke, with all of the widgets; of the others the committed outputs
+WIDGETS = ".jupyter-widgets, .gl, .gd, .gd-texts"
+pytestmark = pytest.mark.skipif(
+    not (browser.CHROMIUM and browser.DRIVER), reason="no Chromium here (Debian: apt-get install chromium-driver)"
+)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    home = tmp_path_factory.mktemp("jupyterlab")
+    folder = home / "notebooks"
+    shutil.copytree(browser.ROOT / "notebooks", folder)
+    for path in folder.glob("*.ipynb"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace('"smoke = False ', '"smoke = True ', 1), encoding="utf-8")
+    shutil.rmtree(browser.SCREENSHOTS, ignore_errors=True)
+    with browser.jupyterlab(folder, home) as address:
+        lab = browser.Lab(address, home / "profile")
+        try:
+            yield lab
+        finally:
+            lab.driver.quit()
+
+
+def look(lab, name, figures):
+    """The notebook in both themes: screenshots, and nothing that cannot be seen or read."""
+    drawn = "return panel.node.querySelectorAll('.js-plotly-plot .main-svg').length >= args[0]"
+    for theme in ("Light", "Dark"):
+        lab.theme(theme)
+        lab.until(lambda: lab.do(drawn, figures), "plotly's figures are drawn")
+        lab.shoot(f"{name}_{theme}")
+        assert lab.faults() == []
+        assert [(text, ratio) for ratio, text in lab.contrasts(WIDGETS) if ratio < 4.5] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_all_of_a_notebook_can_be_seen(lab, path):
+    lab.open(path.name)
+    cells = lab.run_all() if path.name[:2] in RUN else lab.code_cells()
+    assert all(count for count, _ in cells)
+    outputs = [output for _, outputs in cells for output in outputs]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    look(lab, path.stem, sum("application/vnd.plotly.v1+json" in output.get("data", {}) for output in outputs))
+    if path.name.startswith("01"):
+        work_the_calculator(lab)
+    if path.name.startswith("06"):
+        work_the_microscope(lab)
+        watch_the_dashboard(lab)
+
+
+def work_the_calculator(lab):
+    """Tab goes from control to control; the arrow keys move the sliders, and the figure with them."""
+
+    def shows(**values):
+        bars = head_bars(**values)
+        wanted = [f"{bar.name}: {format_bytes(bar.total)} predicted" for bar in bars]
+        lab.until(lambda: all(text in lab.text(".gl") for text in wanted), wanted)
+        return lab.do("return [...panel.node.querySelectorAll('.gl-bar')].map(e => e.firstChild.offsetWidth)")
+
+    first = shows()
+    lab.do("panel.node.querySelector('.jupyter-widgets select').focus()")
+    assert lab.focused() == ["SELECT", "model"]
+    lab.tab_to("slider", "answers B")
+    lab.keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    assert shows(batch=16) != first
+    lab.tab_to("slider", "% of them scored")
+    lab.keys(*[Keys.ARROW_RIGHT] * 6)
+    shows(batch=16, scored=65)
+    lab.tab_to("SELECT", "dtype")
+    lab.keys(Keys.ARROW_DOWN)
+    shows(batch=16, scored=65, dtype="fp32")
+    lab.picture("calculator_moved")
+
+
+def work_the_microscope(lab):
+    """Spaces stand between the words; the keyboard chooses quantity and completion, and reaches a token's number."""
+    before = lab.text(".gl-text")
+    assert re.search(r"[A-Z][a-z]+ [a-z]+ \d+ [-+*/] \d", before), before
+    lab.do("panel.node.querySelector('.widget-dropdown select').focus()")
+    assert lab.focused() == ["SELECT", "completion"]
+    lab.keys(Keys.ARROW_DOWN)
+    lab.until(lambda: lab.text(".gl-text") not in ("", before), "another completion")
+    lab.tab_to("BUTTON", "log-prob")
+    lab.keys(Keys.SPACE)
+    said = "return panel.node.querySelector('.gl-token').ariaLabel"
+    lab.until(lambda: ": log-prob -" in lab.do(said), "log-probs")
+    lab.keys(Keys.TAB, Keys.TAB)
+    role, name = lab.focused()
+    assert role == "note" and ": log-prob -" in name
+    assert lab.do("return getComputedStyle(document.activeElement, '::after').content") == f'"{name}"'
+    lab.picture("microscope_token")
+
+
+DASHBOARD = """
+import time
+from types import SimpleNamespace
+
+class Trainer:
+    _logs = {"completion": ["<b>fine</b>"], "rewards": {"right": [1.0]}, "advantages": [1.0]}
+    _generate_and_score_completions = add_callback = staticmethod(lambda x: x)
+
+live, state = dashboard.attach(Trainer()), SimpleNamespace(global_step=0, is_world_process_zero=True)
+live.on_train_begin(None, state, None)
+for state.global_step in range(1, 31):
+    live.on_step_begin(None, state, None)
+    time.sleep(0.1)
+    live.on_pre_optimizer_step(None, state, None)
+    live.on_optimizer_step(None, state, None)
+    live.on_log(None, state, None, logs={"reward": state.global_step / 30})
+live.on_train_end(None, state, None)
+"""
+
+
+def watch_the_dashboard(lab):
+    """Of ten steps a second the page shows many while they come, and the last in the end."""
+    lab.start_cell(DASHBOARD)
+    lab.until(lambda: re.search(r"\bstep [1-9]\b", lab.text(".gd")), "one of the first steps")
+    seen = set()
+
+    def last():
+        seen.update(re.findall(r"\bstep (\d+)", lab.text(".gd")))
+        return "30" in seen
+
+    lab.until(last, "the last step")
+    assert len(seen) >= 5, seen
+    assert "reward 1" in lab.text(".gd") and "<b>fine</b>" in lab.text(".gd-texts")
+    lab.picture("dashboard_end")
