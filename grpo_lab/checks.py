@@ -2,12 +2,20 @@
 
 A check takes a second or less. It passes and says so, or names the first wrong number and what it should be, and what
 many get wrong it knows by name. ``record(path)`` notes the tries in a file (``progress.py``). ``grading.py`` compares,
-``checks_kernels.py`` has the checks of notebook 03.
+``checks_kernels.py`` has the checks of notebook 03, ``checks_lessons.py`` those of 01, 04 and 05.
 """
 
 import torch
 
 from grpo_lab.checks_kernels import logits_grad_, logps_and_grad_, online_logsumexp, row_max, row_stats  # noqa: F401
+from grpo_lab.checks_lessons import (  # noqa: F401
+    answers_that_fit,
+    brief,
+    clipped_coefficients,
+    kl_coefficients,
+    logits_bytes,
+    marked_reward,
+)  # fmt: skip
 from grpo_lab.grading import Inputs, check, compare, fail, generator, record  # noqa: F401
 from grpo_lab.memory import Watch
 
