@@ -327,8 +327,7 @@ def interactive(figure):
     dashes = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
     symbols = {"o": "circle-open", "s": "square-open", "^": "triangle-up-open"}
     titles = [ax.get_title(loc="left") for ax in figure.axes]
-    columns = min(2, len(titles))
-    lines = -(-len(titles) // columns)
+    columns, lines = min(2, len(titles)), -(-len(titles) // 2)
     twin = make_subplots(lines, columns, subplot_titles=titles if len(titles) > 1 else None)
     named = set()  # a name that several panels share stands in the legend once, and switches all of them
     for place, ax in enumerate(figure.axes):
@@ -351,7 +350,8 @@ def interactive(figure):
             twin.add_scatter(x=x, y=y, name=name.lstrip("_"), **style, **cell)
         for note in (text for text in ax.texts if hasattr(text, "xyann")):
             at = [log10(v) if axis.get_scale() == "log" else v for v, axis in zip(note.xy, (ax.xaxis, ax.yaxis))]
-            style = {"xshift": 1.5 * note.xyann[0], "yshift": 1.5 * note.xyann[1], "font_color": note.get_color()}
+            side = {"xanchor": note.get_ha(), "yanchor": {"center": "middle"}.get(note.get_va(), "bottom")}
+            style = {"xshift": note.xyann[0], "yshift": note.xyann[1], "font_color": note.get_color(), **side}
             twin.add_annotation(x=at[0], y=at[1], text=note.get_text(), showarrow=False, **style, **cell)
         twin.update_xaxes(title=ax.get_xlabel(), **_scale(ax.xaxis, ax.get_xlim()), **cell)
         twin.update_yaxes(title=ax.get_ylabel(), **_scale(ax.yaxis, ax.get_ylim()), **cell)

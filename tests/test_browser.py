@@ -142,5 +142,5 @@ def watch_the_dashboard(lab):
     lab.until(last, "the last step")
     assert len(seen) >= 5, seen
     assert "reward 1" in lab.text(".gd") and "<b>fine</b>" in lab.text(".gd-texts")
-    lab.do("panel.node.querySelector('.jp-WindowedPanel-outer').scrollTop = 1e6")
+    lab.do("panel.content.activeCell.outputArea.node.scrollIntoView({block: 'end'})")
     lab.picture("dashboard_end")

@@ -126,6 +126,7 @@ def test_the_twin_has_the_title_and_the_words_beside_the_points():
     twin = plots.interactive(bench_plots.frontier_figure(rows, "Time against memory"))
     assert twin.layout.title.text == "Time against memory"
     places = {note.text: (note.x, note.y) for note in twin.layout.annotations if note.xref == "x"}
+    assert [note.xanchor for note in twin.layout.annotations if note.xref == "x"] == ["right", "center"]
     assert places == {"low": (10 * math.log10(2), 64.0), "default": (11 * math.log10(2), 48.0)}
 
 
