@@ -59,7 +59,7 @@ class Lab:
         for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):
             options.add_argument(flag)
         self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-        self.driver.set_script_timeout(120)
+        self.driver.set_script_timeout(300)
         self.name = None
         port = int(address.split(":")[2].split("/")[0])
         self.until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "JupyterLab answers", 60)

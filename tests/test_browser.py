@@ -15,7 +15,6 @@ from grpo_lab.plots import format_bytes  # noqa: E402
 from grpo_lab.widgets import head_bars  # noqa: E402
 
 NOTEBOOKS = sorted((browser.ROOT / "notebooks").glob("*.ipynb"))
-RUN = ("00", "01", "03", "06")  # quick in smoke, with all of the widgets; of the others the committed outputs
 WIDGETS = ".jupyter-widgets, .gl, .gd, .gd-texts"
 pytestmark = pytest.mark.skipif(
     not (browser.CHROMIUM and browser.DRIVER), reason="no Chromium here (Debian: apt-get install chromium-driver)"
@@ -53,9 +52,8 @@ def look(lab, name, figures):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_all_of_a_notebook_can_be_seen(lab, path):
     lab.open(path.name)
-    live = path.name[:2] in RUN
-    cells = lab.run_all() if live else lab.code_cells()
-    assert all(count for count, _ in cells) or not live
+    cells = lab.run_all()
+    assert all(count for count, _ in cells)
     outputs = [output for _, outputs in cells for output in outputs]
     assert not [output for output in outputs if output["output_type"] == "error"]
     look(lab, path.stem, sum("application/vnd.plotly.v1+json" in output.get("data", {}) for output in outputs))
