@@ -341,9 +341,7 @@ def main(argv=None):
         elif table == "joint":
             options = (args.gsm8k, args.server_gpus, args.steps, args.minutes, args.seed)
             losses = [name for name in ("naive", "chunked") if name in (args.providers or ["naive", "chunked"])]
-            cells = bench_rollouts.joint_tables(
-                device, chosen["rollouts"][-1], args.policy or bench_rollouts.TINY_POLICY, *options, losses
-            )
+            cells = bench_rollouts.joint_tables(device, chosen["rollouts"][-1], args.policy, *options, losses)
         else:
             members = {name: PROVIDERS[name] for name in MEMBERS[table] if name in (args.providers or PROVIDERS)}
             measure = frontier if table == "frontier" else both_heads

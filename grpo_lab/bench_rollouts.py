@@ -23,7 +23,7 @@ from transformers import PrinterCallback, set_seed
 from grpo_lab import split, tasks
 from grpo_lab.bench import free, what_failed
 from grpo_lab.bench_step import COMMON, MODELS, TINY
-from grpo_lab.policies import TINY_POLICY as TINY_POLICY
+from grpo_lab.policies import TINY_POLICY
 from grpo_lab.rewards import accuracy_reward, gsm8k_format_reward
 from grpo_lab.runs import read_json
 from grpo_lab.serve import ServerError, VllmServer
@@ -196,8 +196,10 @@ def warm_up(model, tokenizer, rows, folder, steps, batch, device):
 def joint_tables(device, way, policy, gsm8k, gpus, steps, minutes, seed, losses=("naive", "chunked")):
     """A list of rows for each of RUNS: one for each step, of kind "train", and two of kind "test", before and after.
 
-    minutes: no run begins later than this. seed is added to the runs' own.
+    policy: as load_policy takes it, None for the tiny one. minutes: no run begins later than this. seed is added to the
+    runs' own.
     """
+    policy = policy or TINY_POLICY
     sizes, began, before = JOINT[device.type], time.perf_counter(), {}
     length = sizes["length"] + 512
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -7,13 +7,9 @@ import sys
 import torch
 
 from grpo_lab import GRPOConfig, GRPOTrainer
+from grpo_lab.bench_rollouts import varied
 from grpo_lab.policies import load_tiny_policy
 from grpo_lab.tasks import arithmetic_problems
-
-
-def varied(completion_ids, **_):
-    """A reward that differs within a group, whatever the policy writes."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def main(policy, folder):
