@@ -12,7 +12,8 @@ alone. A provider that is missing, fails or runs out of memory is a row that say
 Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
 sequences), off_policy (ratios against given log-probs, as with vLLM), wide (larger hidden sizes), peaked (a confident
 policy: the errors), frontier (time against memory), step; and, only when they are asked for, batch (the largest that
-trains), rollouts (vLLM beside transformers), joint (GRPO on GSM8K with vLLM's rollouts; ``bench_rollouts.py``).
+trains), curves (rewards by who computes the loss), rollouts (vLLM beside transformers), joint (GRPO on GSM8K with
+vLLM's rollouts; ``bench_rollouts.py``).
 """
 
 import argparse
@@ -255,6 +256,8 @@ def print_rows(rows):
             line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:7.3g} TFLOP/s"
         if row["peak_mib"] and bare and "largest_batch" not in row:
             line += f"  {row['peak_mib'] - bare:+9,.0f} MiB for the head"
+        if row.get("shared_ms"):
+            line += f"  {row['shared_ms']:,.0f} ms, {row['shared_peak_mib']:,.0f} MiB with {row['shared_batch']} each"
         if row.get("mib_per_sequence"):
             line += f"  batch {row['largest_batch']}: {row['fixed_mib']:,.0f} MiB + {row['mib_per_sequence']:,.3g} each"
         for key, label in (("dh_error", "dH"), ("dw_error", "dW")):
@@ -264,7 +267,7 @@ def print_rows(rows):
 
 
 def main(argv=None):
-    from grpo_lab import bench_rollouts
+    from grpo_lab import bench_curves, bench_rollouts
     from grpo_lab.bench_batch import CARDS, MODELS, batch_tables
     from grpo_lab.bench_step import BATCHES, step_tables
 
@@ -272,8 +275,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*MEMBERS, "step", "batch", "rollouts", "joint"]
-    default = names[:-3] if torch.cuda.is_available() else ["head", "frontier", "step"]
+    names = [*MEMBERS, "step", "batch", "curves", "rollouts", "joint"]
+    default = names[: names.index("batch")] if torch.cuda.is_available() else ["head", "frontier", "step"]
     which = "which, by commas (default: those up to step on a GPU; head,frontier,step on a CPU)"
     parser.add_argument("--tables", default=",".join(default), help=which)
     parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
@@ -285,7 +288,7 @@ def main(argv=None):
     on_gpus = torch.cuda.device_count()
     parser.add_argument("--cards", default=str(max(CARDS) if on_gpus else 0.03), help=cards)
     config = "fsdp_2" if on_gpus > 1 else "gpu_1" if on_gpus else "cpu_2"
-    parser.add_argument("--config", default=config, help=f"of batch, for accelerate (default here: {config})")
+    parser.add_argument("--config", default=config, help=f"of batch and curves, for accelerate (default here: {config})")
     ways = bench_rollouts.ways_here(torch.device("cuda" if on_gpus else "cpu"))
     sampled = f"of rollouts and joint, by commas; joint takes the last (default here: {','.join(ways)})"
     parser.add_argument("--rollouts", default=",".join(ways), help=sampled)
@@ -294,7 +297,7 @@ def main(argv=None):
     )
     parser.add_argument("--policy", help="of joint: a folder, a hub id or a .gguf file (default: the tiny policy)")
     parser.add_argument("--gsm8k", help="of joint: a folder with train.jsonl and test.jsonl (default: the hub)")
-    parser.add_argument("--steps", type=int, default=30, help="of joint, in each of its trainings (default: 30)")
+    parser.add_argument("--steps", type=int, default=30, help="of curves and joint, in each training (default: 30)")
     parser.add_argument("--minutes", type=float, default=60, help="of joint: no training begins later (default: 60)")
     repeats = f"timed passes (default: 7 on a GPU, 3 on a CPU); 2 where one takes over {SLOW_MS} ms"
     parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3, help=repeats)
@@ -327,6 +330,7 @@ def main(argv=None):
     # a record names folders, and not where they lie on this machine
     said = [Path(part).name if part in (str(args.out), args.policy, args.gsm8k) else part for part in argv]
     where = provenance(shlex.join(["python", "-m", "grpo_lab", "bench", *said]))
+    printers = dict.fromkeys(("rollouts", "joint"), bench_rollouts.print_rows) | {"curves": bench_curves.print_rows}
     for table in chosen["tables"]:
         rows, began = [], time.perf_counter()
         if table == "step":
@@ -336,6 +340,10 @@ def main(argv=None):
             processes = on_gpus if args.config == "fsdp_2" else None
             grid = (chosen["models"], chosen["tunings"], chosen["dtypes"], cards)
             cells = batch_tables(device, *grid, args.config, processes, args.providers, args.seed)
+        elif table == "curves":
+            processes = on_gpus if args.config == "fsdp_2" else None
+            options = (args.providers, args.steps, args.seed)
+            cells = bench_curves.curve_tables(device, args.config, processes, *options)
         elif table == "rollouts":
             cells = bench_rollouts.rollout_tables(device, chosen["rollouts"], args.server_gpus, args.repeats, args.seed)
         elif table == "joint":
@@ -354,7 +362,7 @@ def main(argv=None):
             if not cell:
                 continue
             print(f"{table}: {title(cell[0])}")
-            (bench_rollouts.print_rows if table in ("rollouts", "joint") else print_rows)(cell)
+            printers.get(table, print_rows)(cell)
             rows += [row | where for row in cell]
             if args.out:  # after each cell: a bench that is stopped leaves what it has measured
                 write_table(args.out / file_name(table, device, where["device"]), rows)

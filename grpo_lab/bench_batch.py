@@ -8,13 +8,15 @@ nothing is capped: a trial fits if the peak that it measures does.
 
 An error in the middle of a step can leave ranks waiting for each other, or memory that nobody finds again. So the ranks
 compare notes after each trial, apart from NCCL; where they differ, or memory is missing, the processes end and new ones
-go on from the journal. All other trials share a process, since its start takes longer than most of them.
+go on from the journal. All other trials share a process, since its start takes longer than most of them. In the end the
+providers take turns with a batch that all of them can train, beside a step without any head.
 """
 
 import gc
 import json
 import math
 import os
+import statistics
 import tempfile
 import time
 from datetime import timedelta
@@ -37,6 +39,8 @@ MODELS = MODELS | {
 # GiB that CUDA reports of an RTX 4090, an A100 of 40 GB and one of 80 GB.
 CARDS = {24: 23.6, 40: 39.4, 80: 79.1}
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
+SHARED = 32  # sequences of a process when the providers take turns, at most
+TURNS = 4  # of each provider then; the first is a warm-up
 PATIENCE = timedelta(seconds=30)  # with a rank that is still in a trial when another has ended its own
 
 
@@ -45,7 +49,8 @@ def batch_tables(device, models, tunings, dtypes, cards, config, processes, prov
     "full") and dtype. On a CPU one tiny model stands for all.
 
     largest_batch and failing_batch: sequences of a process that fit, and the fewest seen not to; peak_mib, ms: of a
-    process and of a step with the largest batch; fixed_mib, mib_per_sequence: the line through the peaks.
+    process and of a step with the largest batch; fixed_mib, mib_per_sequence: the line through the peaks. shared_batch,
+    shared_peak_mib, shared_ms: of steps of the same batch for all; the row of "no head" has nothing else.
     """
     names = [name for name in STEP_PROVIDERS if name in (providers or STEP_PROVIDERS)]
     for model in models if device.type == "cuda" else ["tiny"]:
@@ -53,9 +58,10 @@ def batch_tables(device, models, tunings, dtypes, cards, config, processes, prov
             for dtype in dtypes:
                 size = (COMMON | MODELS[model]) if model in MODELS else TINY
                 spec = dict(model=model, size=size, tuning=tuning, dtype=dtype, seed=seed, lengths=LENGTHS[device.type],
-                            cells=[(name, card) for card in cards for name in names])  # fmt: skip
+                            cells=[(name, card) for card in cards for name in names if name != "no head"],
+                            turns=names)  # fmt: skip
                 rows = launched(spec, config, processes)
-                yield from ([row for row in rows if row["card_gb"] == card] for card in cards)
+                yield from ([row for row in rows if row["card_gb"] == card] for card in (*cards, None))
 
 
 def launched(spec, config, processes):
@@ -78,9 +84,14 @@ def launched(spec, config, processes):
                 print(f"  {str(error).splitlines()[0]} {note}", flush=True)
             entries = [json.loads(line) for line in journal.read_text().splitlines()]
             rows = [entry["row"] for entry in entries if "row" in entry]
-            if len(rows) == len(spec["cells"]):
-                return rows
-            if entries and "began" in entries[-1]:  # the processes died of this trial
+            if entries and "shared" in entries[-1]:
+                shared = entries[-1]["shared"]
+                if "no head" in shared:
+                    rows.append(_row(spec, "no head", None, processes=rows[0]["processes"]))
+                return [row | shared.get(row["provider"], {}) for row in rows]
+            if entries and "began" in entries[-1]:  # the processes died of this trial, or of the turns
+                if entries[-1]["began"] is None:
+                    return rows
                 with journal.open("a") as file:
                     file.write(json.dumps({"trial": entries[-1]["began"], "outcome": {"died": note}}) + "\n")
             elif journal.stat().st_size == before:  # they do not even begin
@@ -93,7 +104,8 @@ def _row(spec, provider, card, **found):
     about = dict(model=spec["model"], tuning=spec["tuning"], dtype=spec["dtype"], checkpointing=True, card_gb=card,
                  prompt=prompt, completion=completion, processes=None, provider=provider)  # fmt: skip
     nothing = dict(largest_batch=None, failing_batch=None, peak_mib=None, ms=None, fixed_mib=None,
-                   mib_per_sequence=None, note="")  # fmt: skip
+                   mib_per_sequence=None, shared_batch=None, shared_peak_mib=None, shared_ms=None,
+                   note="")  # fmt: skip
     return about | nothing | found
 
 
@@ -110,7 +122,8 @@ def search(folder):
     for line in (folder / "journal.jsonl").read_text().splitlines():
         entries.append(json.loads(line))
     outcomes = {tuple(entry["trial"]): entry["outcome"] for entry in entries if "trial" in entry}
-    done = [(entry["row"]["provider"], entry["row"]["card_gb"]) for entry in entries if "row" in entry]
+    rows = [entry["row"] for entry in entries if "row" in entry]
+    done = [(row["provider"], row["card_gb"]) for row in rows]
     accelerator = Accelerator()
     accelerator.wait_for_everyone()  # NCCL takes its memory now, before that of the cards is reckoned
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if accelerator.num_processes > 1 else None
@@ -159,7 +172,15 @@ def search(folder):
             low, high = min(peaks), max(peaks)
             slope = (peaks[high] - peaks[low]) / (high - low) / 2**20
             found |= dict(mib_per_sequence=slope, fixed_mib=peaks[low] / 2**20 - slope * low)
-        note(row=_row(spec, provider, card, **found))
+        rows.append(_row(spec, provider, card, **found))
+        note(row=rows[-1])
+    note(began=None)
+    batch = min([SHARED, *(row["largest_batch"] for row in rows if row["largest_batch"])])
+    shared = {}
+    for name, outcome in _take_turns(accelerator, spec, batch).items():
+        most = _agreed(outcome, group)
+        shared[name] = dict(shared_batch=batch, shared_peak_mib=most["peak"] / 2**20, shared_ms=most["ms"])
+    note(shared=shared)
 
 
 def _said(outcome):
@@ -214,17 +235,45 @@ def _two_steps(accelerator, spec, provider, card, batch):
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - outside) / total), device)
-        standing = torch.cuda.memory_allocated(device)
-    else:
-        standing = sum(p.nbytes for p in model.parameters())
-    prompt, completion = spec["lengths"]
+    step = _stepper(accelerator, spec, model, optimiser, batch)
+    standing = _standing(model, device)
+    ms, peak = measure_peak(lambda: [step(provider), step(provider)][1], device)
+    peak += standing
+    return {"peak": peak, "ms": ms} if device.type == "cuda" or peak <= limit else {}
+
+
+def _take_turns(accelerator, spec, batch):
+    """``{provider: {"peak": bytes, "ms": median}}`` of steps on one model, which differ in the head alone."""
+    device = accelerator.device
+    model, optimiser = _prepared(accelerator, spec)
+    step = _stepper(accelerator, spec, model, optimiser, batch)
+    peaks, times = ({name: [] for name in spec["turns"]} for _ in range(2))
+    for _ in range(TURNS):
+        for name in spec["turns"]:
+            standing = _standing(model, device)
+            ms, peak = measure_peak(lambda name=name: step(name), device)
+            times[name].append(ms)
+            peaks[name].append(peak + standing)
+    return {name: {"peak": max(peaks[name][1:]), "ms": statistics.median(times[name][1:])} for name in times}
+
+
+def _standing(model, device):
+    """Bytes that are alive between steps."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return sum(p.nbytes for p in model.parameters())
+
+
+def _stepper(accelerator, spec, model, optimiser, batch):
+    """``step(provider)``: an optimiser step on ``batch`` random sequences; returns its milliseconds."""
+    device, (prompt, completion) = accelerator.device, spec["lengths"]
     generator = torch.Generator(device).manual_seed(spec["seed"])
     ids = torch.randint(spec["size"]["vocab_size"], (batch, prompt + completion), generator=generator, device=device)
     advantages = torch.randn(batch, generator=generator, device=device)
     mask = torch.zeros_like(ids)
     mask[:, prompt - 1 : -1] = 1
 
-    def step():
+    def step(provider):
         began = time.perf_counter()
         output = model(
             input_ids=ids,
@@ -239,9 +288,7 @@ def _two_steps(accelerator, spec, provider, card, batch):
             torch.cuda.synchronize(device)
         return (time.perf_counter() - began) * 1e3
 
-    ms, peak = measure_peak(lambda: [step(), step()][1], device)
-    peak += standing
-    return {"peak": peak, "ms": ms} if device.type == "cuda" or peak <= limit else {}
+    return step
 
 
 def _prepared(accelerator, spec):

@@ -8,6 +8,7 @@ import torch
 
 from grpo_lab import bench, bench_batch
 from grpo_lab.bench_batch import batch_tables, launched, search
+from grpo_lab.bench_curves import curve_tables, print_rows
 from grpo_lab.bench_files import read_table
 from grpo_lab.bench_step import TINY
 from grpo_lab.launch import LaunchError
@@ -61,9 +62,11 @@ def test_a_trial_that_kills_its_processes_does_not_fit_and_the_search_goes_on(mo
                 raise LaunchError("rank 1 died", 1, 1, ["rank 1: out of memory: 9 GiB", "RuntimeError: Timed out"])
             for provider, card in spec()["cells"]:
                 file.write(json.dumps({"row": bench_batch._row(spec(), provider, card, largest_batch=8)}) + "\n")
+            file.write(json.dumps({"began": None}) + "\n")  # and these of the turns that follow
 
     monkeypatch.setattr(bench_batch, "launch", fake_launch)
     assert [row["largest_batch"] for row in launched(spec(), "cpu_2", 2)] == [8, 8]
+    assert len(calls) == 2
     died = {"trial": ["naive", 1, 9], "outcome": {"died": "rank 1: out of memory: 9 GiB"}}
     assert [json.loads(line) for line in calls[1]][1:] == [died]
 
@@ -85,6 +88,7 @@ def searched(folder, trials, monkeypatch, **changes):
     write_json(folder / "spec.json", spec(**changes))
     (folder / "journal.jsonl").touch()
     monkeypatch.setattr(bench_batch, "_two_steps", lambda accelerator, spec, *trial: trials(*trial))
+    monkeypatch.setattr(bench_batch, "_take_turns", lambda *_: {"chunked": {"peak": 3 << 20, "ms": 2.0}})
     search(folder)
     entries = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     return [entry["row"] for entry in entries if "row" in entry]
@@ -158,8 +162,18 @@ def test_the_table_is_asked_for_by_the_command_line_and_written_card_by_card(tmp
 
 def test_two_processes_find_it_for_real(capsys):
     grid = (["tiny"], ["lora"], ["float32"], [0.02])
-    ((row,),) = batch_tables(torch.device("cpu"), *grid, "cpu_2", None, ["chunked"])
+    (row,), (bare,) = batch_tables(torch.device("cpu"), *grid, "cpu_2", None, ["no head", "chunked"])
     assert row["processes"] == 2 and not row["note"] and 0 < row["largest_batch"] < row["failing_batch"]
     assert 0.5 < row["peak_mib"] / (0.02 * 1024) <= 1 and row["ms"] > 0 and row["mib_per_sequence"] > 0
+    assert row["shared_batch"] == bare["shared_batch"] == min(32, row["largest_batch"]) and bare["shared_ms"] > 0
+    assert row["shared_peak_mib"] > bare["shared_peak_mib"] > 0 and bare["largest_batch"] is bare["card_gb"] is None
     out = capsys.readouterr().out
     assert f"batch {row['largest_batch']}: fits" in out and f"batch {row['failing_batch']}: does not fit" in out
+
+
+def test_trainings_of_two_processes_draw_their_curves(capsys):
+    (rows,) = curve_tables(torch.device("cpu"), "cpu_2", None, ["chunked"], steps=2)
+    assert [(row["provider"], row["step"], row["processes"]) for row in rows] == [("chunked", 1, 2), ("chunked", 2, 2)]
+    assert rows[0]["receipt"] is True and 0 < rows[0]["reward"] < 1 and rows[0]["ms"] > 0 and rows[0]["grad_norm"] > 0
+    print_rows(rows)
+    assert "first 5 steps" in capsys.readouterr().out
