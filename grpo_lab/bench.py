@@ -288,7 +288,7 @@ def main(argv=None):
     on_gpus = torch.cuda.device_count()
     parser.add_argument("--cards", default=str(max(CARDS) if on_gpus else 0.03), help=cards)
     config = "fsdp_2" if on_gpus > 1 else "gpu_1" if on_gpus else "cpu_2"
-    parser.add_argument("--config", default=config, help=f"of batch and curves, for accelerate (default here: {config})")
+    parser.add_argument("--config", default=config, help=f"of batch and curves (default here: {config})")
     ways = bench_rollouts.ways_here(torch.device("cuda" if on_gpus else "cpu"))
     sampled = f"of rollouts and joint, by commas; joint takes the last (default here: {','.join(ways)})"
     parser.add_argument("--rollouts", default=",".join(ways), help=sampled)

@@ -1,13 +1,12 @@
 """Reward curves by who computes the loss: the tiny policy on arithmetic, trained by launched processes.
 
-``bench.py`` calls this as the table ``curves``. Naive, chunked and TRL's loss start from the same weights and seeds, see
-the same problems and draw the same answers until a rounding tips one of the draws; from there they are samples of the
-same thing, if the losses are equal.
+``bench.py`` calls this as the table ``curves``. Naive, chunked and TRL's loss start from the same weights and seeds,
+see the same problems and draw the same answers until a rounding tips one of the draws; from there they are samples of
+the same thing, if the losses are equal.
 """
 
 import json
 import os
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -21,9 +20,9 @@ SEQUENCES = 64  # of a step, all processes together
 def curve_tables(device, config, processes, providers=None, steps=30, seed=0):
     """A list of rows for each training, one per optimiser step.
 
-    reward: the mean over the step's answers, of which each is right (1) or not; ms: a step's, rollout included; receipt:
-    whether the first batch's loss and gradients equalled the naive head's and TRL's (None of TRL's own loss). Raises
-    LaunchError for a training that fails.
+    reward: the mean over the step's answers, of which each is right (1) or not; receipt: whether the first batch's loss
+    and gradients equalled the naive head's and TRL's (None of TRL's own loss). Raises LaunchError for a training that
+    fails.
     """
     for provider in (name for name in IMPLS if name in (providers or IMPLS)):
         with tempfile.TemporaryDirectory(prefix="grpo_lab-curves-") as folder:
@@ -39,7 +38,7 @@ def train(folder):
     """What the launched processes run: the training of ``folder/spec.json``; the first writes its rows."""
     from transformers import PrinterCallback
 
-    from grpo_lab import GRPOConfig, GRPOTrainer, split
+    from grpo_lab import GRPOConfig, GRPOTrainer
     from grpo_lab.policies import TINY_POLICY
     from grpo_lab.rewards import accuracy_reward
     from grpo_lab.tasks import arithmetic_problems
@@ -54,20 +53,17 @@ def train(folder):
     problems = arithmetic_problems(spec["steps"] * SEQUENCES // 8, spec["seed"])
     trainer = GRPOTrainer(str(TINY_POLICY), accuracy_reward, args, problems)
     trainer.remove_callback(PrinterCallback)
-    split.attach(trainer)
     trainer.train()
     if trainer.accelerator.is_main_process:
         about = dict(provider=spec["provider"], seed=spec["seed"], config=spec["config"],
                      processes=args.world_size, sequences=SEQUENCES)  # fmt: skip
         receipt = trainer.receipt and trainer.receipt["passed"]
-        rows = [about | dict(step=row["step"], reward=row["reward"], grad_norm=row["grad_norm"],
-                             ms=row["seconds/step"] * 1e3, receipt=receipt)
-                for row in trainer.state.log_history if "seconds/step" in row]  # fmt: skip
+        rows = [about | {key: row[key] for key in ("step", "reward", "grad_norm")} | {"receipt": receipt}
+                for row in trainer.state.log_history if "reward" in row]  # fmt: skip
         Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def print_rows(rows):
     """A line for a training."""
     first, last = (sum(row["reward"] for row in part) / len(part) for part in (rows[:5], rows[-5:]))
-    ms = statistics.median(row["ms"] for row in rows)
-    print(f"  reward: first 5 steps {first:.3f}, last {last:.3f}; {ms:,.0f} ms a step; receipt {rows[0]['receipt']}")
+    print(f"  {rows[0]['provider']:10} reward: first 5 steps {first:.3f}, last {last:.3f}; receipt {rows[0]['receipt']}", flush=True)

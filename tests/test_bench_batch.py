@@ -174,6 +174,6 @@ def test_two_processes_find_it_for_real(capsys):
 def test_trainings_of_two_processes_draw_their_curves(capsys):
     (rows,) = curve_tables(torch.device("cpu"), "cpu_2", None, ["chunked"], steps=2)
     assert [(row["provider"], row["step"], row["processes"]) for row in rows] == [("chunked", 1, 2), ("chunked", 2, 2)]
-    assert rows[0]["receipt"] is True and 0 < rows[0]["reward"] < 1 and rows[0]["ms"] > 0 and rows[0]["grad_norm"] > 0
+    assert rows[0]["receipt"] is True and 0 < rows[0]["reward"] < 1 and rows[0]["grad_norm"] > 0
     print_rows(rows)
     assert "first 5 steps" in capsys.readouterr().out
