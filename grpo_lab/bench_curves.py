@@ -66,4 +66,5 @@ def train(folder):
 def print_rows(rows):
     """A line for a training."""
     first, last = (sum(row["reward"] for row in part) / len(part) for part in (rows[:5], rows[-5:]))
-    print(f"  {rows[0]['provider']:10} reward: first 5 steps {first:.3f}, last {last:.3f}; receipt {rows[0]['receipt']}", flush=True)
+    name, receipt = rows[0]["provider"], rows[0]["receipt"]
+    print(f"  {name:10} reward: first 5 steps {first:.3f}, last {last:.3f}; receipt {receipt}", flush=True)
