@@ -39,6 +39,7 @@ MODELS = MODELS | {
 # GiB that CUDA reports of an RTX 4090, an A100 of 40 GB and one of 80 GB.
 CARDS = {24: 23.6, 40: 39.4, 80: 79.1}
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
+ALLOCATOR = "expandable_segments:True"  # else up to a fifth of a card is lost in holes, to whom is chance
 SHARED = 32  # sequences of a process when the providers take turns, at most
 TURNS = 4  # of each provider then; the first is a warm-up
 PATIENCE = timedelta(seconds=30)  # with a rank that is still in a trial when another has ended its own
@@ -70,7 +71,8 @@ def launched(spec, config, processes):
         folder = Path(folder)
         write_json(folder / "spec.json", spec)
         script, journal = folder / "trials.py", folder / "journal.jsonl"
-        script.write_text(f"from grpo_lab.bench_batch import search\nsearch({str(folder)!r})\n")
+        setting = f"import os\nos.environ.setdefault('PYTORCH_ALLOC_CONF', {ALLOCATOR!r})"  # read when torch loads
+        script.write_text(f"{setting}\nfrom grpo_lab.bench_batch import search\nsearch({str(folder)!r})\n")
         journal.touch()
         precision = "bf16" if spec["dtype"] == "bfloat16" else "no"
         note = ""

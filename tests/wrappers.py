@@ -389,7 +389,7 @@ KINDS = {"ddp": DDP, "fsdp1": FSDP1, "fsdp2": FSDP2, "hsdp": FSDP2, "zero2": Zer
 
 @functools.cache
 def device():
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if GPU else torch.device("cpu")
 
 
 class Gathers(TorchDispatchMode):
