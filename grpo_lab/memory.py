@@ -143,8 +143,8 @@ def largest_batch(trial, limit, peaks=None, first=4):
     ``trial(batch)`` returns its peak in bytes, or None where it did not fit within ``limit`` bytes. A peak grows with
     the batch along a straight line, so that three small batches tell where the limit lies, and trials there and one
     step above settle it: five or six trials in place of the ten and more of doubling and bisection, which step in where
-    the line is wrong. ``peaks``: batches and their peaks that are known already, under another limit for example; new ones
-    are added.
+    the line is wrong. ``peaks``: batches and their peaks that are known already, under another limit for example; new
+    ones are added.
     """
     peaks = {} if peaks is None else peaks
     low, high, stride = 0, None, 0
