@@ -250,9 +250,9 @@ def print_rows(rows):
     floor, bare = (base.get(name, {}).get(key) for name, key in (("bare GEMMs", "ms"), ("no head", "peak_mib")))
     for row in rows:
         name = row["provider"] + (f", {row['setting']}" if row.get("setting") else "")
-        ms, peak = ("-" if row[k] is None else f"{row[k]:,.{d}f}" for k, d in (("ms", 1), ("peak_mib", 0)))
+        ms, peak = ("-" if row.get(k) is None else f"{row[k]:,.{d}f}" for k, d in (("ms", 1), ("peak_mib", 0)))
         line = f"  {name:30} {ms:>9} ms {peak:>9} MiB"
-        if row["ms"] and floor:
+        if floor and row["ms"]:
             line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:7.3g} TFLOP/s"
         if row["peak_mib"] and bare and "largest_batch" not in row:
             line += f"  {row['peak_mib'] - bare:+9,.0f} MiB for the head"
@@ -282,7 +282,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, each in quotes")
     parser.add_argument("--models", default=",".join(MODELS), help="of step and batch, by commas (default: all)")
-    parser.add_argument("--dtypes", default="bfloat16,float32", help="of step and batch (default: both)")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="of step, batch and curves (default: both)")
     parser.add_argument("--tunings", default="lora", help="of batch: lora, full, by commas (default: lora)")
     cards = f"GB of the emulated cards of batch, by commas (default: {max(CARDS)}; on a CPU 0.03)"
     on_gpus = torch.cuda.device_count()
@@ -342,8 +342,8 @@ def main(argv=None):
             cells = batch_tables(device, *grid, args.config, processes, args.providers, args.seed)
         elif table == "curves":
             processes = on_gpus if args.config == "fsdp_2" else None
-            options = (args.providers, args.steps, args.seed)
-            cells = bench_curves.curve_tables(device, args.config, processes, *options)
+            options = (chosen["dtypes"], args.providers, args.steps, args.seed)
+            cells = bench_curves.curve_tables(args.config, processes, *options)
         elif table == "rollouts":
             cells = bench_rollouts.rollout_tables(device, chosen["rollouts"], args.server_gpus, args.repeats, args.seed)
         elif table == "joint":

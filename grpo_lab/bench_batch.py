@@ -2,9 +2,9 @@
 
 ``bench.py`` calls this as the table ``batch``. For each model ``launch`` starts processes that search for all providers
 and card sizes (``memory.largest_batch``): a trial builds the model, shards it as accelerate's config file says, and
-takes two whole optimiser steps, since the first makes the optimiser's state and leaves holes in the heap. A card is
-emulated: the allocator may take what such a card has, less what lies outside it here (CUDA's context, NCCL). On a CPU
-nothing is capped: a trial fits if the peak that it measures does.
+takes an optimiser step with one sequence, which makes the optimiser's state, and then one with the whole batch. A card
+is emulated: the allocator may take what such a card has, less what lies outside it here (CUDA's context, NCCL). On a
+CPU nothing is capped: a trial fits if the peak that it measures does.
 
 An error in the middle of a step can leave ranks waiting for each other, or memory that nobody finds again. So the ranks
 compare notes after each trial, apart from NCCL; where they differ, or memory is missing, the processes end and new ones
@@ -41,7 +41,7 @@ CARDS = {24: 23.6, 40: 39.4, 80: 79.1}
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
 ALLOCATOR = "expandable_segments:True"  # else up to a fifth of a card is lost in holes, to whom is chance
 SHARED = 32  # sequences of a process when the providers take turns, at most
-TURNS = 4  # of each provider then; the first is a warm-up
+TURNS = 3  # of each provider then; the first is a warm-up
 PATIENCE = timedelta(seconds=30)  # with a rank that is still in a trial when another has ended its own
 
 
@@ -49,9 +49,9 @@ def batch_tables(device, models, tunings, dtypes, cards, config, processes, prov
     """A list of rows, one per provider and card, for each model, tuning ("lora": rank 16 on all linear layers, or
     "full") and dtype. On a CPU one tiny model stands for all.
 
-    largest_batch and failing_batch: sequences of a process that fit, and the fewest seen not to; peak_mib, ms: of a
-    process and of a step with the largest batch; fixed_mib, mib_per_sequence: the line through the peaks. shared_batch,
-    shared_peak_mib, shared_ms: of steps of the same batch for all; the row of "no head" has nothing else.
+    largest_batch and failing_batch: sequences of a process that fit, and the fewest seen not to; peak_mib: of a process
+    with the largest batch; fixed_mib, mib_per_sequence: the line through the peaks. shared_batch, shared_peak_mib,
+    shared_ms: of steps of the same batch for all; the row of "no head" has nothing else.
     """
     names = [name for name in STEP_PROVIDERS if name in (providers or STEP_PROVIDERS)]
     for model in models if device.type == "cuda" else ["tiny"]:
@@ -105,8 +105,8 @@ def _row(spec, provider, card, **found):
     prompt, completion = spec["lengths"]
     about = dict(model=spec["model"], tuning=spec["tuning"], dtype=spec["dtype"], checkpointing=True, card_gb=card,
                  prompt=prompt, completion=completion, processes=None, provider=provider)  # fmt: skip
-    nothing = dict(largest_batch=None, failing_batch=None, peak_mib=None, ms=None, fixed_mib=None,
-                   mib_per_sequence=None, shared_batch=None, shared_peak_mib=None, shared_ms=None,
+    nothing = dict(largest_batch=None, failing_batch=None, peak_mib=None, fixed_mib=None, mib_per_sequence=None,
+                   shared_batch=None, shared_peak_mib=None, shared_ms=None,
                    note="")  # fmt: skip
     return about | nothing | found
 
@@ -167,7 +167,7 @@ def search(folder):
             died = last.get(fails, {}).get("died")
             found["note"] = f"{fails}: {died}" if died else ""
             if fits:
-                found |= dict(peak_mib=last[fits]["peak"] / 2**20, ms=last[fits]["ms"])
+                found["peak_mib"] = last[fits]["peak"] / 2**20
         except _Fault as error:
             found["note"] = str(error)
         if len(peaks) > 1:
@@ -187,7 +187,7 @@ def search(folder):
 
 def _said(outcome):
     if "peak" in outcome:
-        return f"fits, {outcome['peak'] / 2**30:.2f} GiB, {outcome['ms'] / 1e3:.2f} s a step"
+        return f"fits, {outcome['peak'] / 2**30:.2f} GiB"
     return outcome.get("failed", "does not fit")
 
 
@@ -204,16 +204,16 @@ def _agreed(outcome, group):
         dist.all_gather_object(every, outcome, group=group)
     bad = [o for o in every if "peak" not in o]
     spoilt = 0 < len(bad) < len(every) or any(o.get("spoilt") for o in every)
-    agreed = bad[0] if bad else {key: max(o[key] for o in every) for key in ("peak", "ms")}
+    agreed = bad[0] if bad else {key: max(o[key] for o in every) for key in outcome if key != "spoilt"}
     return agreed | {"spoilt": spoilt}
 
 
 def _trial(accelerator, spec, provider, card, batch):
-    """``{"peak": bytes, "ms": of the second step}``; without them where it did not fit, with "failed" where another
-    error came; "spoilt" where memory is still taken after it."""
+    """``{"peak": bytes}``; without it where the batch did not fit, with "failed" where another error came; "spoilt"
+    where memory is still taken after it."""
     device, outcome = accelerator.device, {}
     try:
-        outcome = _two_steps(accelerator, spec, provider, card, batch)
+        outcome = _whole_step(accelerator, spec, provider, card, batch)
     except Exception as error:  # noqa: BLE001  of whatever kind: the ranks compare notes on it
         said = what_failed(error)
         print(f"    rank {accelerator.process_index}: {said}", flush=True)  # should the others not hear of it
@@ -229,7 +229,7 @@ def _trial(accelerator, spec, provider, card, batch):
     return outcome
 
 
-def _two_steps(accelerator, spec, provider, card, batch):
+def _whole_step(accelerator, spec, provider, card, batch):
     device, limit = accelerator.device, _card_bytes(card)
     model, optimiser = _prepared(accelerator, spec)
     if device.type == "cuda":
@@ -237,11 +237,10 @@ def _two_steps(accelerator, spec, provider, card, batch):
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - outside) / total), device)
-    step = _stepper(accelerator, spec, model, optimiser, batch)
+    steps = [_stepper(accelerator, spec, model, optimiser, size) for size in (1, batch)]
     standing = _standing(model, device)
-    ms, peak = measure_peak(lambda: [step(provider), step(provider)][1], device)
-    peak += standing
-    return {"peak": peak, "ms": ms} if device.type == "cuda" or peak <= limit else {}
+    peak = measure_peak(lambda: [step(provider) for step in steps], device)[1] + standing
+    return {"peak": peak} if device.type == "cuda" or peak <= limit else {}
 
 
 def _take_turns(accelerator, spec, batch):

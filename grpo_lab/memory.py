@@ -136,20 +136,20 @@ class Watch(TorchDispatchMode):
         self._bytes += size
 
 
-def largest_batch(trial, limit, peaks=None, first=4):
+def largest_batch(trial, limit, peaks=None, first=16):
     """``(fits, fails)``: the largest batch that was seen to fit and the smallest that was seen not to, about a
     thirty-second part of it apart; fits is 0 where not even 1 does.
 
     ``trial(batch)`` returns its peak in bytes, or None where it did not fit within ``limit`` bytes. A peak grows with
-    the batch along a straight line, so that three small batches tell where the limit lies, and trials there and one
-    step above settle it: five or six trials in place of the ten and more of doubling and bisection, which step in where
-    the line is wrong. ``peaks``: batches and their peaks that are known already, under another limit for example; new
-    ones are added.
+    the batch along a straight line, so that two small batches tell where the limit lies, and trials there and one step
+    above settle it: four or five trials in place of the ten and more of doubling and bisection, which step in where the
+    line is wrong. ``peaks``: batches and their peaks that are known already, under another limit for example; new ones
+    are added.
     """
     peaks = {} if peaks is None else peaks
     low, high, stride = 0, None, 0
     while True:
-        aim = _where_the_line_meets(limit, peaks) if high is not None or len(peaks) > 2 else None
+        aim = _where_the_line_meets(limit, peaks)
         grain = 1 << max(0, ((aim or low) // 32).bit_length() - 1)
         if high is not None and high - low <= grain:
             return low, high

@@ -286,7 +286,7 @@ class FSDP1(DDP):
         return contextlib.nullcontext()
 
     def grads(self):
-        if "flat" in self.row:
+        if "flat" in self.row or "offload" in self.row:
             return {}  # torch does not gather them
         with self.model.summon_full_params(self.model, with_grads=True, writeback=False):
             return super().grads()
