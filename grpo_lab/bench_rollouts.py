@@ -24,6 +24,7 @@ from grpo_lab import split, tasks
 from grpo_lab.bench import free, what_failed
 from grpo_lab.bench_step import COMMON, MODELS, TINY
 from grpo_lab.policies import TINY_POLICY
+from grpo_lab.preflight import avoid_faulty_attention
 from grpo_lab.rewards import accuracy_reward, gsm8k_format_reward
 from grpo_lab.runs import read_json
 from grpo_lab.serve import ServerError, VllmServer
@@ -188,6 +189,7 @@ def warm_up(model, tokenizer, rows, folder, steps, batch, device):
         logging_steps=max(1, steps // 5), save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
     rows = rows.map(solved).remove_columns(["answer", "solution"])
+    avoid_faulty_attention(device)
     SFTTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer).train()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -5,8 +5,12 @@ past the positions that a policy knows. ``GRPOTrainer`` calls ``check`` at the e
 only a reward function can know, and prompts of streamed or multimodal data sets.
 """
 
+import math
+import warnings
 from collections.abc import Sized
 
+import torch
+import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 ROWS = 2000  # how many prompts are measured
@@ -17,6 +21,35 @@ def check(trainer):
     _check_tokens(trainer)
     _check_rows(trainer)
     _check_reference(trainer)
+    avoid_faulty_attention(trainer.accelerator.device)
+
+
+def avoid_faulty_attention(device):
+    """Turns cuDNN's attention off in this process, with a warning, where its backward pass gives NaN.
+
+    It is PyTorch's first choice on Hopper since 2.11. With a mask and 64 tokens, or 64 beyond a multiple of 128, rows
+    whose logits are all very negative get NaN gradients (pytorch/pytorch#196678), and so do rows of padding alone, which
+    GRPO's prompts have on the left: one such batch ends a training. The other backends are sound.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled() or _attention_is_sound(device):
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    warnings.warn(
+        f"cuDNN {torch.backends.cudnn.version()} gives NaN gradients for padded batches here (pytorch/pytorch#196678): "
+        "another attention kernel is used",
+        stacklevel=2,
+    )
+
+
+@torch.enable_grad()
+def _attention_is_sound(device, length=64, width=64):
+    """Whether masked attention has finite gradients in bf16 where every logit is about -120."""
+    q, k, v = torch.zeros(3, 1, 1, length, width, dtype=torch.bfloat16, device=device)
+    q[..., 0], k[..., 0], v[:] = 1.0, -120 * math.sqrt(width), 1.0
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    q = q.requires_grad_()
+    F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
+    return bool(q.grad.isfinite().all())
 
 
 def _check_tokens(trainer):

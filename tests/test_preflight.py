@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -64,3 +66,37 @@ def test_a_reference_model_that_ranks_would_lack_is_refused(version, loading, re
         return preflight._check_reference(fake)
     with pytest.raises(ValueError, match="fsdp_cpu_ram_efficient_loading: true is not supported with beta=0.1"):
         preflight._check_reference(fake)
+
+
+def test_attention_whose_gradients_are_nan_is_not_used(monkeypatch):
+    asked, cuda = [], SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
+    preflight.avoid_faulty_attention(torch.device("cpu"))
+    monkeypatch.setattr(preflight, "_attention_is_sound", lambda device: True)
+    preflight.avoid_faulty_attention(cuda)
+    assert asked == []
+    monkeypatch.setattr(preflight, "_attention_is_sound", lambda device: False)
+    with pytest.warns(UserWarning, match="NaN gradients for padded batches here .pytorch/pytorch#196678.: another"):
+        preflight.avoid_faulty_attention(cuda)
+    assert asked == [False]
+
+
+def test_sound_attention_is_seen_to_be(monkeypatch):
+    with torch.no_grad():
+        assert preflight._attention_is_sound(torch.device("cpu"))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, attn_mask: q * float("nan"))
+    assert not preflight._attention_is_sound(torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("length", [64, 192, 200])
+def test_gradients_of_left_padded_batches_are_finite_on_this_gpu(length):
+    used = torch.backends.cuda.cudnn_sdp_enabled()
+    preflight.avoid_faulty_attention(torch.device("cuda"))
+    q, k, v = torch.randn(3, 4, 4, length, 32, device="cuda", dtype=torch.bfloat16)
+    q.requires_grad_()
+    mask = torch.ones(length, length, dtype=torch.bool, device="cuda").tril().repeat(4, 1, 1, 1)
+    mask[1, :, :, :20] = False
+    F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
+    torch.backends.cuda.enable_cudnn_sdp(used)
+    assert q.grad.isfinite().all()
