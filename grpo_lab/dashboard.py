@@ -37,7 +37,8 @@ STYLE = """<style>
 .gd figure { margin: 0; line-height: 1.5 } .gd figure div { font-size: 85% }
 .gd small { display: flex; justify-content: space-between }
 .gd-texts { line-height: 1.3; border-spacing: 0 .6em }
-.gd-texts th, .gd-texts td { text-align: left; white-space: pre-wrap; vertical-align: top; padding: 0 1.2em 0 0 }
+.gd-texts th, .gd-texts td { text-align: left !important; vertical-align: top; white-space: pre-wrap;
+  padding: 0 1.2em 0 0 }
 </style>"""
 
 
@@ -72,11 +73,10 @@ class Dashboard(TrainerCallback):
 
         self.trainer._generate_and_score_completions = timed
         if not headless():
-            from IPython.display import display
             from ipywidgets import HTML
 
             self.view = HTML("<p>The dashboard waits for the first step.</p>")
-            self._output = display(self.view._repr_mimebundle_(), raw=True, display_id=True)
+            self._output = widgets.live(self.view, display_id=True)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._times = dict.fromkeys(self._times, 0.0)
@@ -118,7 +118,9 @@ class Dashboard(TrainerCallback):
             plots.show(figure)
         else:
             self._draw()
-            self._output.update(self.view._repr_mimebundle_() | widgets.picture(figure), raw=True)
+            last = {"text/html": self.view.value}  # a widget would be gone from the saved notebook
+            self._output.update(last | widgets.picture(figure), raw=True)
+            self.view.close()
 
     def _filled(self):
         return {title: lines for title, lines in PANELS.items() if any(key in self._points for key in lines.values())}

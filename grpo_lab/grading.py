@@ -15,7 +15,7 @@ class CheckFailed(AssertionError):
     """What is wrong with an exercise. A notebook shows the message alone: the traceback would be the check's own."""
 
     def _render_traceback_(self):
-        return [f"\033[31mNot yet.\033[0m {self}"]
+        return [f"\033[1mNot yet.\033[0m {self}"]  # bold: red on red is hard to read
 
 
 def record(path):

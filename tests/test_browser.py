@@ -59,9 +59,12 @@ def test_all_of_a_notebook_can_be_seen(lab, path):
     look(lab, path.stem, sum("application/vnd.plotly.v1+json" in output.get("data", {}) for output in outputs))
     if path.name.startswith("01"):
         work_the_calculator(lab)
+        open_without_the_kernel(lab)
     if path.name.startswith("06"):
         work_the_microscope(lab)
         watch_the_dashboard(lab)
+        open_without_the_kernel(lab)
+        assert "reward 1" in lab.text(".gd")
 
 
 def work_the_calculator(lab):
@@ -142,3 +145,20 @@ def watch_the_dashboard(lab):
     assert "reward 1" in lab.text(".gd") and "<b>fine</b>" in lab.text(".gd-texts")
     lab.do("panel.content.activeCell.outputArea.node.scrollIntoView({block: 'end'})")
     lab.picture("dashboard_end")
+
+
+def open_without_the_kernel(lab):
+    """Saved, and opened again when its kernel has ended: in a widget's place its picture and a sentence, no error."""
+    lab.until(lambda: lab.do("return panel.sessionContext.session.kernel.status") == "idle", "all cells have ended")
+    lab.do("await panel.context.save()")
+    name = lab.name
+    lab.open("03_triton_kernel.ipynb")
+    lab.open(name)
+    gone = """return [...panel.node.querySelectorAll('.jp-OutputArea-output')]
+        .filter(e => e.textContent.includes('model not found'))
+        .map(e => [getComputedStyle(e).fontSize, getComputedStyle(e, '::after').content,
+                   e.closest('.jp-OutputArea').querySelector('img').checkVisibility()])"""
+    (found,) = lab.until(lambda: lab.do(gone), "the widget is missed")
+    assert found[0] == "0px" and "went with its kernel" in found[1] and found[2]
+    lab.do("panel.node.querySelector('.jp-OutputArea-output.jupyter-widgets').scrollIntoView({block: 'end'})")
+    lab.picture(f"{name[:2]}_opened_again")

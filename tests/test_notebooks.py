@@ -82,6 +82,7 @@ def training(summary):
 def several_processes(summary):
     """07: two ranks' gradient is one process's, the head is gathered once for any number of chunks, a killed rank is
     named, and the resumed FSDP training is that of one process."""
+    assert summary["weights"][0] == summary["weights"][1], "the formula of section 1"
     assert summary["gradient_error"] < 1e-5
     assert summary["gathers"][0] == summary["gathers"][1] > 0
     assert summary["head_inside"] == [120, 96] and sum(summary["head_rows"]) == 120 and max(summary["head_rows"]) < 120

@@ -135,7 +135,8 @@ def test_a_widget_is_built_only_where_a_person_watches(monkeypatch):
     monkeypatch.setattr(widgets, "headless", lambda: False)
     widgets.show(lambda: widgets.memory_calculator(), figure)
     view = "application/vnd.jupyter.widget-view+json"
-    assert view not in shown[0] and view in shown[1] and all("image/png" in data for data in shown)
+    assert [[*data] for data in shown[:2]] == 2 * [["image/png", "text/plain"]] and view in shown[-1]
+    assert not any(view in data and "image/png" in data for data in shown), "gone, it would hide the picture"
 
 
 def test_the_dashboard_draws_what_is_logged_and_no_more_often_than_it_may(monkeypatch):
@@ -173,5 +174,6 @@ def test_the_dashboard_draws_what_is_logged_and_no_more_often_than_it_may(monkey
     assert "<script" not in view and "&lt;script&gt;" in view and "<td>none</td>" in view
     assert len(re.search(r'points="([^"]*)"', view)[1].split()) <= dashboard.POINTS + 1
     assert live.rows[-1]["loss_s"] >= 0 and live.rows[-1]["memory_gib"] > 0.01
-    assert "image/png" in updated[0] and len(shown) == 1
+    assert updated[0]["text/html"] == view and "image/png" in updated[0] and len(shown) == 2
+    assert not any("widget" in mime for mime in updated[0]), "without the kernel it would be gone"
     assert trainer._generate_and_score_completions.__name__ == "_generate_and_score_completions", "unhooked"
