@@ -21,7 +21,6 @@ from grpo_lab.exercises import write_exercises
 from grpo_lab.parameters import merged_parameters, notebook_parameters
 from grpo_lab.progress import collected, table
 from grpo_lab.runs import Run, executing, find_run, load_run, make_folder, open_run, run_folder, run_status, set_aside
-from grpo_lab.sweep import parameter_sets, sweep
 
 
 def find_notebook(name):
@@ -137,6 +136,8 @@ def run(arguments):
 
 
 def run_sweep(arguments):
+    from grpo_lab.sweep import parameter_sets, sweep  # needs psutil, which `doctor` does not
+
     path, root = find_notebook(arguments.notebook), Path(arguments.root).resolve() if arguments.root else "runs"
     grid = {name: values for name, *values in arguments.grid}
     if empty := [name for name, values in grid.items() if not values]:

@@ -196,6 +196,7 @@ def signed(name, values):
     """What colour and line say of ``values``, -1 to 1: a ratio by its logarithm, others as they are, over the largest
     of them."""
     heights = [math.log(max(v, 1e-9)) if name == "ratio" else v for v in values]
+    heights = [max(-1e3, min(1e3, height)) for height in heights]  # what is not finite too, nan as 1e3
     largest = max(map(abs, heights), default=0) or 1
     return [height / largest for height in heights]
 

@@ -112,6 +112,8 @@ def test_the_microscope_follows_its_controls_and_trusts_no_token():
     assert microscope.view.value.count("tabindex") == 1 and "&#x27;6&#x27;: log-prob -1" in microscope.view.value
     assert widgets.signed("ratio", [2, 0.25, 1]) == pytest.approx([0.5, -1, 0])
     assert widgets.signed("coefficient", [0.0, 0.0]) == [0, 0]
+    assert widgets.signed("ratio", [float("inf"), float("nan"), 0.0])[:2] == [1, 1]
+    assert widgets.signed("log-prob", [-float("inf"), 0.0]) == [-1, 0]
 
 
 def test_pictures_show_the_first_views(records):
