@@ -139,7 +139,6 @@ class Lab:
 
     def shoot(self, name):
         """Keep the notebook in screenshots, window by window."""
-        SCREENSHOTS.mkdir(exist_ok=True)
         total, window = self.do("""const s = panel.node.querySelector('.jp-WindowedPanel-outer');
             return [s.scrollHeight, s.clientHeight]""")
         scroll = """panel.node.querySelector('.jp-WindowedPanel-outer').scrollTop = args[0];
@@ -149,6 +148,7 @@ class Lab:
             self.picture(f"{name}_{number}")
 
     def picture(self, name):
+        SCREENSHOTS.mkdir(exist_ok=True)
         shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "jpeg", "quality": 80})
         (SCREENSHOTS / f"{name}.jpg").write_bytes(b64decode(shot["data"]))
 

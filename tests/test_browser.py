@@ -67,6 +67,29 @@ def test_all_of_a_notebook_can_be_seen(lab, path):
         assert "reward 1" in lab.text(".gd")
 
 
+def test_an_exercise_from_empty_to_passed(lab):
+    """As a student sees it: what is missing, what is wrong, that it is right; each can be read in both themes."""
+    lab.open("exercises/02_chunked_loss.ipynb")
+    at = "panel.content.widgets.findIndex(w => w.model.sharedModel.source.startsWith(args[0]))"
+
+    def said(body):
+        write = f"""const cell = panel.content.widgets[{at}].model.sharedModel;
+            cell.setSource(cell.source.split('\\n').slice(0, 2).join('\\n') + args[1])"""
+        lab.do(write, "def naive_logps", body)
+        lab.do(f"""panel.content.activeCellIndex = {at}; await app.commands.execute('notebook:run-all-above');
+            await app.commands.execute('notebook:run-cell')""", "checks.naive_logps")  # fmt: skip
+        return lab.do("return panel.content.activeCell.outputArea.node.innerText")
+
+    table = "\n    table = (hidden @ weight.T).log_softmax(-1)"
+    assert "Not yet. naive_logps is not filled in" in said("\n    raise NotImplementedError()")
+    assert re.search(r"Not yet. logps: got shape \(7, 7\), [^`]* gather it", said(f"{table}\n    return table[:, ids]"))
+    for theme in ("Light", "Dark"):
+        lab.theme(theme)
+        lab.picture(f"exercise_{theme}")
+        assert min(lab.contrasts(".jp-OutputArea-output[data-mime-type$=stderr]"))[0] >= 4.5
+    assert "naive_logps: passed" in said(f"{table}\n    return table.gather(1, ids[:, None])[:, 0]")
+
+
 def work_the_calculator(lab):
     """Tab goes from control to control; the arrow keys move the sliders, and the figure with them."""
 
