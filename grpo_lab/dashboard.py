@@ -7,6 +7,7 @@ out: what other processes than the first hold, and everything that needs a serve
 """
 
 import html
+import math
 import time
 from collections import defaultdict
 
@@ -136,14 +137,17 @@ class Dashboard(TrainerCallback):
 
 
 def panel_svg(title, curves):
-    """One panel: a line for each label's (step, value) points, told apart by colour and dashes, and the newest."""
+    """One panel: a line for each label's (step, value) points, told apart by colour and dashes, and the newest.
+    What is not finite is left out of a line, and said where it is the newest."""
     curves = {label: points[:: 1 + len(points) // POINTS] + points[-1:] for label, points in curves.items() if points}
-    steps, values = zip(*(point for points in curves.values() for point in points))
+    steps = [x for points in curves.values() for x, _ in points]
+    values = [y for points in curves.values() for _, y in points if math.isfinite(y)] or [0.0]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
     across, up = WIDTH / max(1, last - first), HEIGHT / (high - low or 1)
     drawn, now = [], []
     for (label, points), colour, dash in zip(curves.items(), plots.PALETTE, DASHES):
-        path = " ".join(f"{(x - first) * across:.1f},{HEIGHT - (y - low) * up:.1f}" for x, y in points)
+        finite = [point for point in points if math.isfinite(point[1])]
+        path = " ".join(f"{(x - first) * across:.1f},{HEIGHT - (y - low) * up:.1f}" for x, y in finite)
         style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
         drawn.append(f'<polyline points="{path}" {style}/>')
         key = f'<svg width="22" height="8" style="display:inline;border:0"><path d="M0 5H22" {style}/></svg> '

@@ -179,3 +179,11 @@ def test_the_dashboard_draws_what_is_logged_and_no_more_often_than_it_may(monkey
     assert updated[0]["text/html"] == view and "image/png" in updated[0] and len(shown) == 2
     assert not any("widget" in mime for mime in updated[0]), "without the kernel it would be gone"
     assert trainer._generate_and_score_completions.__name__ == "_generate_and_score_completions", "unhooked"
+
+
+def test_a_training_that_diverges_keeps_the_curve_that_it_had():
+    nan, inf = float("nan"), float("inf")
+    view = dashboard.panel_svg("KL", {"KL": [(1, 0.0), (2, 1.0), (3, inf), (4, nan)]})
+    assert re.search(r'points="([^"]*)"', view)[1] == "0.0,84.0 100.0,0.0"
+    assert 'aria-label="KL: KL nan at step 4"' in view
+    assert "at step 2" in dashboard.panel_svg("KL", {"KL": [(1, nan), (2, nan)]})
