@@ -214,6 +214,10 @@ def main(argv=None):
         if arguments.command == "sweep":
             return run_sweep(arguments)
         return run(arguments)
+    except ModuleNotFoundError as error:
+        remedy = "`source .venv/bin/activate` if make has installed it, else `python -m grpo_lab doctor` says how to"
+        print(f"error: {sys.executable} has no package {error.name}: {remedy}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
