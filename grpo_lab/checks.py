@@ -32,6 +32,7 @@ def _logps(name, x, got, chunk=None):
     shapes = [
         ((N, V), "Of each row only the sampled token's entry is wanted: gather it."),
         ((N, 1), "Remove the last dimension: `[:, 0]`."),
+        ((N, N), "That is every row's entry for every id; of a row only the entry for its own is wanted: gather it."),
         ((), "The log-probs of all tokens are wanted, not their sum or mean."),
     ]
     if chunk is not None:

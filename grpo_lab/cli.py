@@ -21,7 +21,6 @@ from grpo_lab.exercises import write_exercises
 from grpo_lab.parameters import merged_parameters, notebook_parameters
 from grpo_lab.progress import collected, table
 from grpo_lab.runs import Run, executing, find_run, load_run, make_folder, open_run, run_folder, run_status, set_aside
-from grpo_lab.sweep import parameter_sets, sweep
 
 
 def find_notebook(name):
@@ -137,6 +136,8 @@ def run(arguments):
 
 
 def run_sweep(arguments):
+    from grpo_lab.sweep import parameter_sets, sweep  # needs psutil, which `doctor` does not
+
     path, root = find_notebook(arguments.notebook), Path(arguments.root).resolve() if arguments.root else "runs"
     grid = {name: values for name, *values in arguments.grid}
     if empty := [name for name, values in grid.items() if not values]:
@@ -213,6 +214,10 @@ def main(argv=None):
         if arguments.command == "sweep":
             return run_sweep(arguments)
         return run(arguments)
+    except ModuleNotFoundError as error:
+        remedy = "`source .venv/bin/activate` if make has installed it, else `python -m grpo_lab doctor` says how to"
+        print(f"error: {sys.executable} has no package {error.name}: {remedy}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

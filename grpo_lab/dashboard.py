@@ -7,6 +7,7 @@ out: what other processes than the first hold, and everything that needs a serve
 """
 
 import html
+import math
 import time
 from collections import defaultdict
 
@@ -37,7 +38,8 @@ STYLE = """<style>
 .gd figure { margin: 0; line-height: 1.5 } .gd figure div { font-size: 85% }
 .gd small { display: flex; justify-content: space-between }
 .gd-texts { line-height: 1.3; border-spacing: 0 .6em }
-.gd-texts th, .gd-texts td { text-align: left; white-space: pre-wrap; vertical-align: top; padding: 0 1.2em 0 0 }
+.gd-texts th, .gd-texts td { text-align: left !important; vertical-align: top; white-space: pre-wrap;
+  padding: 0 1.2em 0 0 }
 </style>"""
 
 
@@ -72,11 +74,10 @@ class Dashboard(TrainerCallback):
 
         self.trainer._generate_and_score_completions = timed
         if not headless():
-            from IPython.display import display
             from ipywidgets import HTML
 
             self.view = HTML("<p>The dashboard waits for the first step.</p>")
-            self._output = display(self.view._repr_mimebundle_(), raw=True, display_id=True)
+            self._output = widgets.live(self.view, display_id=True)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._times = dict.fromkeys(self._times, 0.0)
@@ -118,7 +119,9 @@ class Dashboard(TrainerCallback):
             plots.show(figure)
         else:
             self._draw()
-            self._output.update(self.view._repr_mimebundle_() | widgets.picture(figure), raw=True)
+            last = {"text/html": self.view.value}  # a widget would be gone from the saved notebook
+            self._output.update(last | widgets.picture(figure), raw=True)
+            self.view.close()
 
     def _filled(self):
         return {title: lines for title, lines in PANELS.items() if any(key in self._points for key in lines.values())}
@@ -134,14 +137,17 @@ class Dashboard(TrainerCallback):
 
 
 def panel_svg(title, curves):
-    """One panel: a line for each label's (step, value) points, told apart by colour and dashes, and the newest."""
+    """One panel: a line for each label's (step, value) points, told apart by colour and dashes, and the newest.
+    What is not finite is left out of a line, and said where it is the newest."""
     curves = {label: points[:: 1 + len(points) // POINTS] + points[-1:] for label, points in curves.items() if points}
-    steps, values = zip(*(point for points in curves.values() for point in points))
+    steps = [x for points in curves.values() for x, _ in points]
+    values = [y for points in curves.values() for _, y in points if math.isfinite(y)] or [0.0]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
     across, up = WIDTH / max(1, last - first), HEIGHT / (high - low or 1)
     drawn, now = [], []
     for (label, points), colour, dash in zip(curves.items(), plots.PALETTE, DASHES):
-        path = " ".join(f"{(x - first) * across:.1f},{HEIGHT - (y - low) * up:.1f}" for x, y in points)
+        finite = [point for point in points if math.isfinite(point[1])]
+        path = " ".join(f"{(x - first) * across:.1f},{HEIGHT - (y - low) * up:.1f}" for x, y in finite)
         style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
         drawn.append(f'<polyline points="{path}" {style}/>')
         key = f'<svg width="22" height="8" style="display:inline;border:0"><path d="M0 5H22" {style}/></svg> '

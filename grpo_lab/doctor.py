@@ -5,6 +5,7 @@ repairs it. ``describe_environment()`` collects the facts that every recorded fi
 names the kind of a failure and its remedy. None of them needs a package to be installed.
 """
 
+import contextlib
 import errno
 import os
 import platform
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -138,14 +140,15 @@ def examine(runs="runs"):
     gpus = sum(finding.text.startswith("GPU ") and finding.level != "FAULT" for finding in found)
     names = sorted(path.stem for path in (CLONE / "notebooks").glob("[0-9]*.ipynb"))
     tier = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU: none is needed, what only a GPU can show was recorded"
+    faults = sum(finding.level == "FAULT" for finding in found)
     print(f"tier   {tier}")
     if names:
-        print(f"       live here, every cell: {', '.join(name[:2] for name in names)}")
+        print(f"       live here, {'once repaired, ' * bool(faults)}every cell: "
+              + ", ".join(name[:2] for name in names))  # fmt: skip
     for name in names:
         needed, what = GPU_ADDS.get(name[:2], (0, ""))
         if needed and gpus >= needed:
             print(f"       {name[:2]} also {what}")
-    faults = sum(finding.level == "FAULT" for finding in found)
     verdict = "ready" if not faults else f"{faults} to repair first"
     print(f"{verdict}, {time.perf_counter() - began:.1f} s")
     return found
@@ -291,12 +294,19 @@ def _hub():
     models = len(list(Path(constants.HF_HUB_CACHE).glob("models--*")))
     where = f"model hub: {models} models are here already"
     host = constants.ENDPOINT.partition("//")[2].partition("/")[0]
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        socket.create_connection((host, 443), timeout=1).close()
+    answered = []
+
+    def ask():
+        with contextlib.suppress(OSError):
+            answered.append(socket.create_connection((host, 443), timeout=1).close())
+
+    asking = threading.Thread(target=ask, daemon=True)  # since looking up a name may hang, whatever the timeout
+    if not constants.HF_HUB_OFFLINE:
+        asking.start()
+        asking.join(1.5)
+    if answered:
         yield Finding("ok", where)
-    except OSError:
+    else:
         yield Finding("note", where + ", no more can be fetched; the notebooks' defaults need none")
 
 

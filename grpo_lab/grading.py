@@ -1,6 +1,7 @@
 """What the exercises' checks (``checks.py``) are made of: comparing, naming the first wrong number, noting the try."""
 
 import functools
+import textwrap
 import time
 
 import torch
@@ -15,7 +16,8 @@ class CheckFailed(AssertionError):
     """What is wrong with an exercise. A notebook shows the message alone: the traceback would be the check's own."""
 
     def _render_traceback_(self):
-        return [f"\033[31mNot yet.\033[0m {self}"]
+        text = textwrap.fill(f"Not yet. {self}", 100)  # else JupyterLab breaks its lines within words
+        return [text.replace("Not yet.", "\033[1mNot yet.\033[0m", 1)]  # bold: red on red is hard to read
 
 
 def record(path):

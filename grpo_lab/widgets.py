@@ -40,11 +40,21 @@ def picture(figure):
 
 
 def show(make, figure):
-    """Display the widget that ``make()`` builds where a person can use it, with ``figure``, the picture of its first
-    view, for those who cannot; headless, the picture alone, and no widget leaves its state in the notebook."""
+    """Display ``figure``, the picture of the widget's first view, and where a person can use it, in its place the
+    widget that ``make()`` builds: an output of its own, since JupyterLab draws no picture for a widget that is gone."""
     from IPython.display import display
 
-    display(({} if headless() else make()._repr_mimebundle_()) | picture(figure), raw=True)
+    display(picture(figure), raw=True)
+    if not headless():
+        live(make())
+
+
+def live(widget, **options):
+    """Display a widget, and what stands in its place where a saved notebook is opened without its kernel."""
+    from IPython.display import display
+
+    display({"text/html": GONE_STYLE, "text/plain": ""}, raw=True)
+    return display(widget._repr_mimebundle_() | {"text/plain": GONE}, raw=True, **options)
 
 
 class Bar(NamedTuple):
@@ -186,6 +196,7 @@ def signed(name, values):
     """What colour and line say of ``values``, -1 to 1: a ratio by its logarithm, others as they are, over the largest
     of them."""
     heights = [math.log(max(v, 1e-9)) if name == "ratio" else v for v in values]
+    heights = [max(-1e3, min(1e3, height)) for height in heights]  # what is not finite too, nan as 1e3
     largest = max(map(abs, heights), default=0) or 1
     return [height / largest for height in heights]
 
@@ -248,6 +259,14 @@ def token_microscope(completions, quantities, clipped, labels=None):
     return box
 
 
+# Of a widget whose kernel has ended a saved notebook has only the name, for which JupyterLab shows an error
+GONE = "What was live here went with its kernel. Run this cell and those before it to have it back."
+GONE_STYLE = f"""<style>
+.jp-OutputArea-child:has(+ * + * .gl) {{ display: none }}
+.jp-OutputArea-output.jupyter-widgets:not(:has(*)) {{ font-size: 0 }}
+.jp-OutputArea-output.jupyter-widgets:not(:has(*))::after {{ content: "{GONE}";
+  font-size: var(--jp-content-font-size1) }}
+</style>"""
 # Keys pressed on what has this attribute are its own; else JupyterLab goes from cell to cell with a control's arrows
 KEYS = """<style onload="this.closest('.widget-vbox').addEventListener('focusin',
     event => event.target.setAttribute('data-lm-suppress-shortcuts', ''))"></style>"""

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from base64 import b64decode
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,7 +139,6 @@ class Lab:
 
     def shoot(self, name):
         """Keep the notebook in screenshots, window by window."""
-        SCREENSHOTS.mkdir(exist_ok=True)
         total, window = self.do("""const s = panel.node.querySelector('.jp-WindowedPanel-outer');
             return [s.scrollHeight, s.clientHeight]""")
         scroll = """panel.node.querySelector('.jp-WindowedPanel-outer').scrollTop = args[0];
@@ -148,12 +148,16 @@ class Lab:
             self.picture(f"{name}_{number}")
 
     def picture(self, name):
+        SCREENSHOTS.mkdir(exist_ok=True)
         shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "jpeg", "quality": 80})
         (SCREENSHOTS / f"{name}.jpg").write_bytes(b64decode(shot["data"]))
 
-    def faults(self):
-        """What a reader of the notebook in front could not read: an empty list where all is well."""
-        return self.do(FAULTS)
+    def faults(self, seconds=10):
+        """What a reader of the notebook in front could not read, however long he waits: [] where all is well."""
+        end = time.monotonic() + seconds
+        while (found := self.do(FAULTS)) and time.monotonic() < end:
+            time.sleep(0.5)
+        return found
 
     def contrasts(self, selector):
         """[ratio, text] of every visible piece of text below ``selector``, as WCAG 2 defines the ratio: 1 to 21."""
@@ -171,7 +175,8 @@ for (const e of root.querySelectorAll('.jp-OutputArea-output')) {
         found.push(`wider than the page by ${e.scrollWidth - e.clientWidth}: ${e.dataset.mimeType}`);
 }
 for (const e of root.querySelectorAll('.jp-RenderedImage img'))
-    if (!e.complete || e.naturalWidth < 100 || box(e).height < 50) found.push('a picture does not show');
+    if ((e.checkVisibility() || !e.closest('.jp-OutputArea').querySelector('.gl')) &&
+        (!e.complete || e.naturalWidth < 100 || box(e).height < 50)) found.push('a picture does not show');
 for (const e of root.querySelectorAll('.js-plotly-plot')) {
     const drawn = e.querySelectorAll('.trace, .bars .point').length;
     if (box(e).height < 100 || box(e).width < 300 || !drawn) found.push(`plotly: ${box(e).height}, ${drawn} traces`);

@@ -201,3 +201,11 @@ def test_every_notebook_hands_open_run_exactly_its_parameters(path):
     else:
         names = {ast.literal_eval(k): ast.unparse(v) for k, v in zip(pairs.keys, pairs.values)}
     assert names == {name: name for name in cli.notebook_parameters(path)}
+
+
+@pytest.mark.parametrize("command", ["run 06 --root {}", "sweep 06 -g seed 0 --root {}"])
+def test_another_python_than_the_one_of_make_is_told_apart(command, tmp_path):
+    command = [sys.executable, "-S", "-m", "grpo_lab", *command.format(tmp_path).split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    assert done.returncode == 2 and ".venv/bin/activate" in done.stderr and "Traceback" not in done.stderr
+    assert not any(tmp_path.rglob("*.json")), "no run has begun"

@@ -18,6 +18,7 @@ STALE = "measure it: python -m grpo_lab clock, on a machine that does nothing el
 def test_each_notebook_was_measured_as_it_is(path):
     figures = RECORD["notebooks"].get(path.stem)
     assert figures is not None and figures["code"] == clock.digest(path), STALE
+    assert figures["measured"][0] < 180
 
 
 def test_the_ladder_holds_the_recorded_figures_and_every_notebook(tmp_path):

@@ -46,6 +46,27 @@ def test_a_good_machine_is_told_so_in_seconds(tmp_path):
     assert re.search(r"^ready, \d\.\d s$", done.stdout, re.M) and "live here, every cell: 00, 01," in done.stdout
 
 
+def test_a_python_with_no_package_is_told_what_to_install(tmp_path):
+    command, environment = "-S -m grpo_lab doctor", os.environ | {"PYTHONPATH": "", "GRPO_LAB_RUNS": str(tmp_path)}
+    options = dict(cwd=doctor.CLONE, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command.split()], **options)
+    assert done.returncode == 1 and "FAULT  not installed: torch==" in done.stdout, done.stdout + done.stderr
+    assert "live here, once repaired, every cell: 00" in done.stdout
+
+
+def test_a_name_server_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    def hang(host, *rest, lookup=socket.getaddrinfo, **options):
+        return lookup(host, *rest, **options) if host == "127.0.0.1" else time.sleep(30)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    began = time.perf_counter()
+    assert any("no more can be fetched" in finding.text for finding in examine(tmp_path))
+    assert time.perf_counter() - began < 5
+
+
 def test_another_python(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 13, 0))
     (fault,) = faults(tmp_path)

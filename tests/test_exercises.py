@@ -161,9 +161,9 @@ def test_what_is_no_function_and_a_file_that_cannot_be_written(tmp_path, defined
 
 
 def test_a_notebook_shows_the_message_and_no_traceback():
-    failure = grading.CheckFailed("logps[3]: got 1, expected 2.")
-    (line,) = failure._render_traceback_()
-    assert "logps[3]" in line
+    failure = grading.CheckFailed("logps[3]: got 1, expected 2. " + "A long explanation. " * 9)
+    (text,) = failure._render_traceback_()
+    assert "logps[3]" in text and max(map(len, text.split("\n"))) < 120, "JupyterLab would break a word"
 
 
 def test_tries_are_noted_and_become_the_table_of_the_class(tmp_path, defined, capsys):

@@ -1,7 +1,9 @@
 """Every notebook from start to end as a user runs it: by the command line, with smoke=True, into a run folder."""
 
+import base64
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,7 @@ def training(summary):
 def several_processes(summary):
     """07: two ranks' gradient is one process's, the head is gathered once for any number of chunks, a killed rank is
     named, and the resumed FSDP training is that of one process."""
+    assert summary["weights"][0] == summary["weights"][1], "the formula of section 1"
     assert summary["gradient_error"] < 1e-5
     assert summary["gathers"][0] == summary["gathers"][1] > 0
     assert summary["head_inside"] == [120, 96] and sum(summary["head_rows"]) == 120 and max(summary["head_rows"]) < 120
@@ -191,3 +194,14 @@ def test_the_committed_outputs_are_of_one_whole_default_run(path):
     assert not any("papermill" in c.metadata or "injected-parameters" in c.metadata.get("tags", []) for c in cells)
     assert any("image/png" in o.get("data", {}) for _, o in outputs(path)), "a notebook shows a picture"
     assert str(ROOT) not in json.dumps(notebook)
+
+
+def test_the_readme_shows_what_notebook_06_shows():
+    data = [o.data for _, o in outputs(ROOT / "notebooks" / "06_train_single_gpu.ipynb") if "data" in o]
+    pictures = [base64.b64decode(d["image/png"]) for d in data if "image/png" in d]
+    assert (ROOT / "data" / "pictures" / "training.png").read_bytes() in pictures
+    (record,) = (d["text/plain"] for d in data if "accuracy_before" in d["text/plain"])
+    found, readme = dict(re.findall(r"(\w+) +([\d.]+)", record)), (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("accuracy", "greedy", "pass_at_k"):
+        before, after = (float(found[f"{name}_{when}"]) for when in ("before", "after"))
+        assert f"{name}: {before:.3g} before, {after:.3g} after" in readme

@@ -140,6 +140,7 @@ def test_notebook_is_readable_everywhere(path):
         for output in cell["outputs"]:
             assert output["output_type"] != "error", source
             data = output.get("data", {})
+            assert not any("widget" in mime for mime in data), "run it headless: this widget's model is not in the file"
             if "application/vnd.plotly.v1+json" in data:
                 picture = "image/png" in data or any("image/png" in o.get("data", {}) for o in cell["outputs"])
                 assert picture, "a static picture stands beside each plotly figure: " + source

@@ -112,6 +112,8 @@ def test_the_microscope_follows_its_controls_and_trusts_no_token():
     assert microscope.view.value.count("tabindex") == 1 and "&#x27;6&#x27;: log-prob -1" in microscope.view.value
     assert widgets.signed("ratio", [2, 0.25, 1]) == pytest.approx([0.5, -1, 0])
     assert widgets.signed("coefficient", [0.0, 0.0]) == [0, 0]
+    assert widgets.signed("ratio", [float("inf"), float("nan"), 0.0])[:2] == [1, 1]
+    assert widgets.signed("log-prob", [-float("inf"), 0.0]) == [-1, 0]
 
 
 def test_pictures_show_the_first_views(records):
@@ -135,7 +137,8 @@ def test_a_widget_is_built_only_where_a_person_watches(monkeypatch):
     monkeypatch.setattr(widgets, "headless", lambda: False)
     widgets.show(lambda: widgets.memory_calculator(), figure)
     view = "application/vnd.jupyter.widget-view+json"
-    assert view not in shown[0] and view in shown[1] and all("image/png" in data for data in shown)
+    assert [[*data] for data in shown[:2]] == 2 * [["image/png", "text/plain"]] and view in shown[-1]
+    assert not any(view in data and "image/png" in data for data in shown), "gone, it would hide the picture"
 
 
 def test_the_dashboard_draws_what_is_logged_and_no_more_often_than_it_may(monkeypatch):
@@ -173,5 +176,14 @@ def test_the_dashboard_draws_what_is_logged_and_no_more_often_than_it_may(monkey
     assert "<script" not in view and "&lt;script&gt;" in view and "<td>none</td>" in view
     assert len(re.search(r'points="([^"]*)"', view)[1].split()) <= dashboard.POINTS + 1
     assert live.rows[-1]["loss_s"] >= 0 and live.rows[-1]["memory_gib"] > 0.01
-    assert "image/png" in updated[0] and len(shown) == 1
+    assert updated[0]["text/html"] == view and "image/png" in updated[0] and len(shown) == 2
+    assert not any("widget" in mime for mime in updated[0]), "without the kernel it would be gone"
     assert trainer._generate_and_score_completions.__name__ == "_generate_and_score_completions", "unhooked"
+
+
+def test_a_training_that_diverges_keeps_the_curve_that_it_had():
+    nan, inf = float("nan"), float("inf")
+    view = dashboard.panel_svg("KL", {"KL": [(1, 0.0), (2, 1.0), (3, inf), (4, nan)]})
+    assert re.search(r'points="([^"]*)"', view)[1] == "0.0,84.0 100.0,0.0"
+    assert 'aria-label="KL: KL nan at step 4"' in view
+    assert "at step 2" in dashboard.panel_svg("KL", {"KL": [(1, nan), (2, nan)]})
