@@ -12,7 +12,7 @@ from grpo_lab.plots import BLUE, GREEN, GREY, ORANGE, RED, SKY, axes, bar_panels
 PROVIDER_LOOKS = {  # line colour, marker, hatch of the bench's providers
     "chunked": (BLUE, "o", None),
     "chunked, low memory": (SKY, "^", "\\\\"),
-    "skipping": (ORANGE, "s", ".."),
+    "skipping": (ORANGE, "^", ".."),
     "TRL": (GREEN, "s", "//"),
     "naive": (RED, "^", "xx"),
     "bare GEMMs": (GREY, None, None),
