@@ -12,8 +12,8 @@ alone. A provider that is missing, fails or runs out of memory is a row that say
 Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
 sequences), off_policy (ratios against given log-probs, as with vLLM), wide (larger hidden sizes), peaked (a confident
 policy: the errors), frontier (time against memory), step; and, only when they are asked for, batch (the largest that
-trains), curves (rewards by who computes the loss), rollouts (vLLM beside transformers), joint (GRPO on GSM8K with
-vLLM's rollouts; ``bench_rollouts.py``).
+trains), curves (rewards by who computes the loss), skip (``skip_zero_advantage`` on a real batch; ``bench_skip.py``),
+rollouts (vLLM beside transformers), joint (GRPO on GSM8K with vLLM's rollouts; ``bench_rollouts.py``).
 """
 
 import argparse
@@ -269,13 +269,14 @@ def print_rows(rows):
 def main(argv=None):
     from grpo_lab import bench_curves, bench_rollouts
     from grpo_lab.bench_batch import CARDS, MODELS, batch_tables
+    from grpo_lab.bench_skip import skip_table
     from grpo_lab.bench_step import BATCHES, step_tables
 
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*MEMBERS, "step", "batch", "curves", "rollouts", "joint"]
+    names = [*MEMBERS, "step", "batch", "curves", "skip", "rollouts", "joint"]
     default = names[: names.index("batch")] if torch.cuda.is_available() else ["head", "frontier", "step"]
     which = "which, by commas (default: those up to step on a GPU; head,frontier,step on a CPU)"
     parser.add_argument("--tables", default=",".join(default), help=which)
@@ -295,8 +296,12 @@ def main(argv=None):
     parser.add_argument(
         "--server-gpus", default="1", help="of rollouts and joint: where vLLM's server runs (default: 1)"
     )
-    parser.add_argument("--policy", help="of joint: a folder, a hub id or a .gguf file (default: the tiny policy)")
-    parser.add_argument("--gsm8k", help="of joint: a folder with train.jsonl and test.jsonl (default: the hub)")
+    parser.add_argument(
+        "--policy", help="of skip and joint: a folder, a hub id or a .gguf file (default: the tiny policy)"
+    )
+    parser.add_argument(
+        "--gsm8k", help="of skip and joint: a folder with train.jsonl and test.jsonl (default: the hub)"
+    )
     parser.add_argument("--steps", type=int, default=30, help="of curves and joint, in each training (default: 30)")
     parser.add_argument("--minutes", type=float, default=60, help="of joint: no training begins later (default: 60)")
     repeats = f"timed passes (default: 7 on a GPU, 3 on a CPU); 2 where one takes over {SLOW_MS} ms"
@@ -322,9 +327,9 @@ def main(argv=None):
     if args.repeats < 1:
         parser.error(f"--repeats: {args.repeats}, expected 1 or more")
 
-    if on_gpus > 1 and {"rollouts", "joint"} & set(chosen["tables"]):
+    if on_gpus > 1 and {"skip", "rollouts", "joint"} & set(chosen["tables"]):
         parser.error(
-            "--tables rollouts and joint train on one GPU: CUDA_VISIBLE_DEVICES=0 python -m grpo_lab bench ..."
+            "--tables skip, rollouts and joint train on one GPU: CUDA_VISIBLE_DEVICES=0 python -m grpo_lab bench ..."
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # a record names folders, and not where they lie on this machine
@@ -344,6 +349,8 @@ def main(argv=None):
             processes = on_gpus if args.config == "fsdp_2" else None
             options = (chosen["dtypes"], args.providers, args.steps, args.seed)
             cells = bench_curves.curve_tables(args.config, processes, *options)
+        elif table == "skip":
+            cells = skip_table(device, args.policy, args.gsm8k, args.repeats, args.seed)
         elif table == "rollouts":
             cells = bench_rollouts.rollout_tables(device, chosen["rollouts"], args.server_gpus, args.repeats, args.seed)
         elif table == "joint":

@@ -1,4 +1,4 @@
-"""The benchmark's curves: time against memory, time against the share of zero advantages, and whole training steps.
+"""The benchmark's curves: time against memory and against the share of zero advantages, and whole training steps.
 
 Figures as in ``plots.py``, which draws the bars of the head table and shows all of them. What failed is left out of a
 curve and named in a bar.
@@ -7,11 +7,12 @@ curve and named in a bar.
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from grpo_lab.plots import BLUE, GREEN, GREY, ORANGE, RED, SKY, bar_panels, dress
+from grpo_lab.plots import BLUE, GREEN, GREY, ORANGE, RED, SKY, axes, bar_panels, dress
 
 PROVIDER_LOOKS = {  # line colour, marker, hatch of the bench's providers
     "chunked": (BLUE, "o", None),
     "chunked, low memory": (SKY, "^", "\\\\"),
+    "skipping": (ORANGE, "^", ".."),
     "TRL": (GREEN, "s", "//"),
     "naive": (RED, "^", "xx"),
     "bare GEMMs": (GREY, None, None),
@@ -80,18 +81,38 @@ def zero_advantage_figure(rows, title="Sequences of zero advantage"):
     """
     figure, panels = _panels(title, rows, 4.0, "share of zero-advantage sequences", "time, ms")
     for head, ax in panels.items():
-        here = [r for r in rows if r["head"] == head and r["ms"] is not None]
-        for provider in dict.fromkeys(r["provider"] for r in here):
-            points = sorted((r["zero_share"], r["ms"]) for r in here if r["provider"] == provider)
-            colour, marker, _ = PROVIDER_LOOKS.get(provider, (ORANGE, "^", None))
-            line = ":" if marker is None else "-"
-            ax.plot(*zip(*points), line, color=colour, linewidth=1.8, label=provider)
-            if marker:
-                ax.plot(*zip(*points), marker, color=colour, markerfacecolor="white", label=f"_{provider}: measured")
-        ax.set_ylim(0, None)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
+        _against_zero_share(ax, [r for r in rows if r["head"] == head])
         if ax.lines:
             ax.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    return figure
+
+
+def _against_zero_share(ax, rows):
+    rows = [r for r in rows if r["ms"] is not None]
+    for provider in dict.fromkeys(r["provider"] for r in rows):
+        points = sorted((r["zero_share"], r["ms"]) for r in rows if r["provider"] == provider)
+        colour, marker, _ = PROVIDER_LOOKS.get(provider, (ORANGE, "^", None))
+        line = ":" if marker is None else "-"
+        ax.plot(*zip(*points), line, color=colour, linewidth=1.8, label=provider)
+        if marker:
+            ax.plot(*zip(*points), marker, color=colour, markerfacecolor="white", label=f"_{provider}: measured")
+    ax.set_ylim(0, None)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
+
+
+def skip_figure(rows, title="A training step and its sequences of zero advantage"):
+    """Forward and backward of a step against the share of sequences whose advantage is zero, a line per provider.
+
+    rows: the bench's table "skip": provider, zero_share, ms (None where it failed: left out) and own, True where the
+    share is what the policy's own rewards gave: a dotted line says where.
+    """
+    figure, ax = axes(title, "share of zero-advantage sequences", "forward and backward, ms")
+    _against_zero_share(ax, [r for r in rows if not r["own"]])
+    share = next((r["zero_share"] for r in rows if r["own"]), None)
+    if share is not None:
+        label = "this policy's own rewards"
+        ax.plot([share] * 2, ax.get_ylim(), ":", color=GREY, linewidth=1.4, label=label, scaley=False)
+    ax.legend(fontsize=8, frameon=False)
     return figure
 
 

@@ -31,9 +31,10 @@ from grpo_lab.serve import ServerError, VllmServer
 
 GROUP = 8  # completions of a prompt
 SHAPES = {"cuda": [(64, 128, 128), (64, 128, 256)], "cpu": [(16, 12, 24)]}  # sequences, prompt and completion tokens
-# vLLM's own choice (compiled, CUDA graphs), and what starts where the compiler does not
+# vLLM's own choice (compiled, CUDA graphs), what starts where the compiler does not, and what needs neither
 SERVERS = {"compiled, CUDA graphs": (),
-           "CUDA graphs": ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}')}  # fmt: skip
+           "CUDA graphs": ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'),
+           "eager": ("--enforce-eager",)}  # fmt: skip
 INSTRUCTION = "\nWrite one step a line, and the answer as the last line: #### number"
 JOINT = {  # sizes on a GPU, and on a CPU to see that all of it runs
     "cuda": dict(batch=64, accumulation=2, length=256, test=512, warm_steps=230, warm_batch=64, learning_rate=1e-5),
@@ -104,6 +105,7 @@ def rollout_tables(device, ways, gpus, repeats, seed):
             rows, server, engine, began = [], None, None, time.perf_counter()
             about = dict(model="Qwen3-0.6B" if on_gpu else "tiny", dtype="bfloat16" if on_gpu else "float32",
                          rollouts=way, beta=0.04, gpus=1 + (way == "server"))  # fmt: skip
+            about |= dict.fromkeys(("sequences", "prompt", "completion"))
             empty = dict.fromkeys(("engine", "start_s", "tokens_per_s", *(f"{p}_s" for p in (*split.PARTS, "step"))))
             try:
                 if way == "server":

@@ -28,8 +28,8 @@ def avoid_faulty_attention(device):
     """Turns cuDNN's attention off in this process, with a warning, where its backward pass gives NaN.
 
     It is PyTorch's first choice on Hopper since 2.11. With a mask and 64 tokens, or 64 beyond a multiple of 128, rows
-    whose logits are all very negative get NaN gradients (pytorch/pytorch#196678), and so do rows of padding alone, which
-    GRPO's prompts have on the left: one such batch ends a training. The other backends are sound.
+    whose logits are all very negative get NaN gradients (pytorch/pytorch#196678), and so do rows of padding alone,
+    which GRPO's prompts have on the left: one such batch ends a training. The other backends are sound.
     """
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled() or _attention_is_sound(device):
         return

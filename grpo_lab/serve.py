@@ -187,6 +187,7 @@ class VllmServer(Server):
         env |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         super().__init__(build_command(arguments, list(options)), f"http://{host}:{port}", env, timeout)
         self.name = f"vLLM with {Path(model).name} on GPU {gpus}"
+        self.lines = deque(maxlen=4 * KEPT)  # the engine's traceback stands before its front end's, as long as KEPT
 
     @property
     def config(self):

@@ -114,17 +114,31 @@ def test_one_gpu_trains(monkeypatch, capsys):
     assert "CUDA_VISIBLE_DEVICES=0 python -m grpo_lab bench" in capsys.readouterr().err
 
 
-def test_the_server_falls_back_to_what_needs_no_compiler(monkeypatch, capsys):
+def test_the_server_falls_back_to_what_needs_no_compiler_and_then_to_eager(monkeypatch, capsys):
     class Fake:
         def __init__(self, folder, options, **_):
             self.options = options
 
         def start(self):
-            if not self.options:
+            if self.options != starts:
                 raise bench_rollouts.ServerError("it died", 1, ["no compiler"])
             return self
 
     monkeypatch.setattr(bench_rollouts, "VllmServer", Fake)
-    server, engine = bench_rollouts.start_server(Path("policy"), "1", 512)
-    assert engine == "CUDA graphs" and "--compilation-config" in server.options
-    assert "not compiled, CUDA graphs: it died" in capsys.readouterr().out
+    names = list(bench_rollouts.SERVERS)
+    for name, starts in bench_rollouts.SERVERS.items():
+        server, engine = bench_rollouts.start_server(Path("policy"), "1", 512)
+        assert engine == name and server.options == starts
+        failed = names[: names.index(name)]
+        assert capsys.readouterr().out == "".join(f"not {other}: it died\n  no compiler\n" for other in failed)
+    starts = None
+    with pytest.raises(bench_rollouts.ServerError, match="it died"):
+        bench_rollouts.start_server(Path("policy"), "1", 512)
+
+
+def test_a_way_that_fails_first_leaves_room_for_the_next(tmp_path):
+    options = ["--rollouts", "server,transformers", "--repeats", "1", "--out", str(tmp_path)]
+    bench.main(["--tables", "rollouts", *options])
+    server, plain = read_table(tmp_path / "rollouts_cpu.csv")
+    assert server["note"].startswith("absent: vLLM") and server["completion"] is None
+    assert plain["step_s"] > 0 and plain["completion"] == 24

@@ -434,6 +434,20 @@ def test_skipped_sequences_change_no_gradient(tiny, tmp_path, loss_type):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
+def test_with_a_kl_term_no_sequence_is_skipped(tiny, tmp_path):
+    """A sequence of zero advantage is still pulled to the reference."""
+
+    def often_equal(completions, **_):
+        return [float("w7" in c or "w8" in c) for c in completions]
+
+    options = dict(reward=often_equal, beta=0.1, gradient_accumulation_steps=2)
+    whole, skipping = (trained(tiny, tmp_path, skip_zero_advantage=skip, **options) for skip in (False, True))
+    assert any(0 < row["frac_reward_zero_std"] for row in logged(whole))
+    for row, expected in zip(logged(skipping), logged(whole), strict=True):
+        assert row["grad_norm"] == expected["grad_norm"] and "skipped_zero_advantage" not in row
+    assert all(torch.equal(p, q) for p, q in zip(skipping.model.parameters(), whole.model.parameters(), strict=True))
+
+
 def test_all_advantages_zero_is_a_step_of_no_gradient(tiny, tmp_path):
     for skip in (False, True):
         t = trained(tiny, tmp_path, reward=lambda completions, **_: [1.0] * len(completions), skip_zero_advantage=skip)
