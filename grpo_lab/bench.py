@@ -11,8 +11,9 @@ alone. A provider that is missing, fails or runs out of memory is a row that say
 
 Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
 sequences), off_policy (ratios against given log-probs, as with vLLM), wide (larger hidden sizes), peaked (a confident
-policy: the errors), frontier (time against memory), step; and, only when they are asked for, batch (the largest that
-trains), rollouts (vLLM beside transformers), joint (GRPO on GSM8K with vLLM's rollouts; ``bench_rollouts.py``).
+policy: the errors), frontier (time against memory), step; and, only when they are asked for, peak (of whole steps, with
+what was predicted), batch (the largest that trains), rollouts (vLLM beside transformers), joint (GRPO on GSM8K with
+vLLM's rollouts; ``bench_rollouts.py``).
 """
 
 import argparse
@@ -249,12 +250,15 @@ def print_rows(rows):
     floor, bare = (base.get(name, {}).get(key) for name, key in (("bare GEMMs", "ms"), ("no head", "peak_mib")))
     for row in rows:
         name = row["provider"] + (f", {row['setting']}" if row.get("setting") else "")
-        ms, peak = ("-" if row[k] is None else f"{row[k]:,.{d}f}" for k, d in (("ms", 1), ("peak_mib", 0)))
+        ms, peak = ("-" if row.get(k) is None else f"{row[k]:,.{d}f}" for k, d in (("ms", 1), ("peak_mib", 0)))
         line = f"  {name:30} {ms:>9} ms {peak:>9} MiB"
-        if row["ms"] and floor:
+        if row.get("ms") and floor:
             line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:7.3g} TFLOP/s"
         if row["peak_mib"] and bare and "largest_batch" not in row:
             line += f"  {row['peak_mib'] - bare:+9,.0f} MiB for the head"
+        if row.get("predicted_mib"):
+            line += f"  predicted {row['predicted_mib']:,.0f} MiB"
+            line += f": {row['predicted_mib'] / row['peak_mib'] - 1:+.1%}" if row["peak_mib"] else ""
         if row.get("mib_per_sequence"):
             line += f"  batch {row['largest_batch']}: {row['fixed_mib']:,.0f} MiB + {row['mib_per_sequence']:,.3g} each"
         for key, label in (("dh_error", "dH"), ("dw_error", "dW")):
@@ -266,21 +270,22 @@ def print_rows(rows):
 def main(argv=None):
     from grpo_lab import bench_rollouts
     from grpo_lab.bench_batch import CARDS, MODELS, batch_tables
+    from grpo_lab.bench_peak import peak_tables
     from grpo_lab.bench_step import BATCHES, step_tables
 
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*MEMBERS, "step", "batch", "rollouts", "joint"]
-    default = names[:-3] if torch.cuda.is_available() else ["head", "frontier", "step"]
+    names = [*MEMBERS, "step", "peak", "batch", "rollouts", "joint"]
+    default = names[:-4] if torch.cuda.is_available() else ["head", "frontier", "step"]
     which = "which, by commas (default: those up to step on a GPU; head,frontier,step on a CPU)"
     parser.add_argument("--tables", default=",".join(default), help=which)
     parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, each in quotes")
-    parser.add_argument("--models", default=",".join(MODELS), help="of step and batch, by commas (default: all)")
-    parser.add_argument("--dtypes", default="bfloat16,float32", help="of step and batch (default: both)")
-    parser.add_argument("--tunings", default="lora", help="of batch: lora, full, by commas (default: lora)")
+    parser.add_argument("--models", default=",".join(MODELS), help="of step, peak and batch, by commas (default: all)")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="of step, peak and batch (default: both)")
+    parser.add_argument("--tunings", help="of peak and batch: lora, full, by commas (default: peak both, batch lora)")
     cards = f"GB of the emulated cards of batch, by commas (default: {max(CARDS)}; on a CPU 0.03)"
     on_gpus = torch.cuda.device_count()
     parser.add_argument("--cards", default=str(max(CARDS) if on_gpus else 0.03), help=cards)
@@ -300,6 +305,7 @@ def main(argv=None):
     parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3, help=repeats)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    args.tunings = args.tunings or ("full,lora" if args.tables == "peak" else "lora")
     chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes", "tunings", "rollouts")}
     known = {
         "rollouts": ["transformers", "colocate", "server"],
@@ -332,6 +338,9 @@ def main(argv=None):
         if table == "step":
             models = [name for name in chosen["models"] if (name, "float32") in BATCHES]
             cells = step_tables(device, models, chosen["dtypes"], args.providers, args.repeats, args.seed)
+        elif table == "peak":
+            grid = (chosen["models"], chosen["tunings"], chosen["dtypes"])
+            cells = peak_tables(device, *grid, args.providers, args.seed)
         elif table == "batch":
             processes = on_gpus if args.config == "fsdp_2" else None
             grid = (chosen["models"], chosen["tunings"], chosen["dtypes"], cards)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_lab.bench import what_failed
-from grpo_lab.bench_step import COMMON, MODELS, STEP_PROVIDERS, TINY, head_loss
+from grpo_lab.bench_step import COMMON, MODELS, STEP_PROVIDERS, TINY, build_model, head_loss, inputs
 from grpo_lab.head import score_in_forward
 from grpo_lab.launch import LaunchError, launch
 from grpo_lab.memory import largest_batch, measure_peak
@@ -218,11 +218,7 @@ def _two_steps(accelerator, spec, provider, card, batch):
     else:
         standing = sum(p.nbytes for p in model.parameters())
     prompt, completion = spec["lengths"]
-    generator = torch.Generator(device).manual_seed(spec["seed"])
-    ids = torch.randint(spec["size"]["vocab_size"], (batch, prompt + completion), generator=generator, device=device)
-    advantages = torch.randn(batch, generator=generator, device=device)
-    mask = torch.zeros_like(ids)
-    mask[:, prompt - 1 : -1] = 1
+    ids, mask, advantages = inputs(batch, prompt, completion, spec["size"]["vocab_size"], device, spec["seed"])
 
     def step():
         began = time.perf_counter()
@@ -246,19 +242,8 @@ def _two_steps(accelerator, spec, provider, card, batch):
 
 def _prepared(accelerator, spec):
     """Model and AdamW as the trainer has them: built whole on the device, which takes a second, then sharded."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(spec["seed"])
-    config = Qwen3Config(**{"tie_word_embeddings": True} | spec["size"])
-    with accelerator.device:
-        base = model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, spec["dtype"]))
-    if spec["tuning"] == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(
-            base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
-        model.enable_input_require_grads()
+    model = build_model(spec["size"], spec["dtype"], accelerator.device, spec["seed"], spec["tuning"])
+    base = model.get_base_model() if spec["tuning"] == "lora" else model
     base.gradient_checkpointing_enable()
     score_in_forward(base)
     trained = [p for p in model.parameters() if p.requires_grad]
