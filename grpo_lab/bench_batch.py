@@ -29,13 +29,12 @@ from grpo_lab.head import score_in_forward
 from grpo_lab.launch import LaunchError, launch
 from grpo_lab.memory import largest_batch, measure_peak
 from grpo_lab.runs import read_json, write_json
+from grpo_lab.step_memory import CARDS
 
 MODELS = MODELS | {
     "Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
                      tie_word_embeddings=False),
 }  # fmt: skip
-# GiB that CUDA reports of an RTX 4090, an A100 of 40 GB and one of 80 GB.
-CARDS = {24: 23.6, 40: 39.4, 80: 79.1}
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
 PATIENCE = timedelta(seconds=30)  # with a rank that is still in a trial when another has ended its own
 

@@ -47,8 +47,8 @@ def measured_peaks(model_name, size, dtype, tuning, batches, device, names=PEAK_
                          prompt=prompt, completion=completion, processes=1)  # fmt: skip
             rows = []
             for name in names:
-                how = dict(tuning=tuning, checkpointing=checkpointing, autocast=autocast)
-                parts = predict_step_bytes(config, batch, prompt, completion, getattr(torch, dtype), name, **how)
+                shape = batch, prompt, completion, getattr(torch, dtype), name
+                parts = predict_step_bytes(config, *shape, tuning=tuning, checkpointing=checkpointing)
                 predicted = sum(parts.values())
                 rows.append(about | dict(provider=name, peak_mib=None, predicted_mib=predicted / 2**20, note=""))
                 if predicted > ROOM_GIB * 2**30:
@@ -59,7 +59,7 @@ def measured_peaks(model_name, size, dtype, tuning, batches, device, names=PEAK_
                         raise failed
                     if built is None:
                         built = build(size, dtype, device, seed, tuning)
-                        _step(*built, name, 1, prompt, completion, True, autocast, device, seed)
+                        _step(*built, "chunked", 1, prompt, completion, True, autocast, device, seed)
                     peak = _step(*built, name, batch, prompt, completion, checkpointing, autocast, device, seed)
                     rows[-1]["peak_mib"] = peak and peak / 2**20
                 except Exception as error:  # noqa: BLE001  its row says so, and the others go on

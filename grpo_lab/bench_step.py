@@ -70,7 +70,7 @@ def bench_steps(model_name, size, dtype, cells, device, names=STEP_PROVIDERS, re
 
 
 def build(size, dtype, device, seed, tuning="full"):
-    """The model in training mode and the AdamW of what trains in it, whose step is too small to change what it costs."""
+    """The model in training mode and the AdamW of what trains in it, whose step is too small to change its cost."""
     model = build_model(size, dtype, device, seed, tuning).train()
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
 
