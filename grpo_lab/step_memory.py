@@ -6,7 +6,7 @@ first, the embedding's gradient, the optimiser's step. ``memory.predict_loss_byt
 asks what a card holds. Left out: padding, the rests of blocks that the allocator does not split (under 1 %), cuBLAS's
 work space (64 MiB on an H200). On the command line:
 
-    python -m grpo_lab predict --model Qwen3-4B --cards 80 --processes 2 --batch 48 64
+    python -m grpo_lab predict --model Qwen3-4B --card 80 --processes 2 --batch 48 64
 """
 
 import torch
@@ -178,3 +178,33 @@ def layer_bytes(config, length, s, full=True, rank=16, cast=False, checkpointing
         scores = 2 * s * heads * length + heads * length + s * (3 * A + 2 * K) - later
         moments.append(("scores twice, their mask, and factors, instead of the MLP", scores, 0))
     return kept, moments
+
+
+def model_config(name):
+    """The config of one of the bench's models, of a folder or of a hub id. Raises ValueError where there is none."""
+    from transformers import AutoConfig, Qwen3Config
+
+    from grpo_lab.bench_batch import COMMON, MODELS
+
+    if name in MODELS:
+        return Qwen3Config(**{"tie_word_embeddings": True} | COMMON | MODELS[name])
+    try:
+        return AutoConfig.from_pretrained(name).get_text_config()
+    except (OSError, ValueError) as error:
+        known = ", ".join(MODELS)
+        raise ValueError(f"model = {name!r}: expected {known}, a folder with a config.json or a hub id") from error
+
+
+def report(model, batches, card, dtype, impl, prompt, completion, **options):
+    """Print the tensors of the first of ``batches``, and which batches fit a card of ``card`` GB. AdamW is fused, as in
+    transformers' trainer."""
+    config, shape = model_config(model), (prompt, completion, getattr(torch, dtype), impl)
+    options["fused"] = True
+    parts = predict_step_bytes(config, batches[0], *shape, **options)
+    for name, size in sorted(parts.items(), key=lambda part: -part[1]):
+        print(f"{size / 2**30:9.2f} GiB  {name}")
+    print(f"{sum(parts.values()) / 2**30:9.2f} GiB  together, on each GPU, at batch {batches[0]}")
+    most, cards = fitting_batch(config, card, *shape, **options), f"{options['processes']} x {card:g} GB"
+    fit, not_fit = (" and ".join(str(b) for b in batches if (b <= most) == wanted) for wanted in (True, False))
+    fits = f"fits {cards} at batch {fit}" + f", not at {not_fit}" * bool(not_fit)
+    print(f"{fits if fit else f'does not fit {cards} at batch {not_fit}'}; the largest batch of a GPU is {most}")
