@@ -56,11 +56,12 @@ def predict_step_bytes(
         return -(-size // processes)
 
     always = {"weights": own((0 if full else weights) * s + trained * size), "AdamW": own(2 * trained * size)}
-    if sharded:
-        always["gathered: embedding, head"] = (count["head"] or count["embedding"]) * s
-        always["gathered: a layer, and the next one on its way (2)"] = 2 * layer * s
-    elif autocast:
+    if autocast and not sharded:
         always["adapters in bf16"] = adapters * s
+
+    def gathered(layers):  # one that is computed with, the next one on its way; of the last one FSDP keeps the buffer
+        table = count["head"] or count["embedding"]
+        return {"gathered: embedding or head": table * s, "gathered: layers": layers * layer * s} if sharded else {}
 
     cast = autocast and not sharded  # FSDP gathers adapters in bf16
     kept, moments_of_layer = layer_bytes(config, length, s, full, rank, cast, checkpointing)
@@ -82,19 +83,21 @@ def predict_step_bytes(
         scored = batch * completion
         loss = predict_loss_bytes(batch, completion if impl == "naive" else length, H, V, dtype, impl, scored=scored,
                                   trainable_head=full, autocast=autocast, device="cuda")  # fmt: skip
-    moments = [everything | out | norm | {f"loss: {k}": x for k, x in loss.items()}, everything | out | back | head]
+    moments = [everything | out | norm | gathered(1) | {f"loss: {k}": x for k, x in loss.items()}]
+    moments.append(everything | out | back | head | gathered(1))
     of_layer = (count["layers"] if full else adapters) // n
     for name, per_token, share in moments_of_layer:
         work = {name: tokens * per_token}
         grads = {"gradients of the layer": int(share * of_layer) * (s if sharded else size)}
         summed = {"gradients on their way to their owners": of_layer * s} if sharded else {}
-        moments.append(last | flow | head | work | grads)
+        moments.append(last | flow | head | work | grads | gathered(2))
         before = {"gradients of the layers": own((n - 1) * of_layer * size)}
-        moments.append(first | flow | head | work | grads | before | summed)
+        moments.append(first | flow | head | work | grads | before | summed | gathered(1))
     gradients = {"gradients": own(learning * size)}
     table = V * H * s if full else 0
-    again = sharded + bool(head and config.tie_word_embeddings)  # a second copy to be added, one on its way
-    moments.append(flow | gradients | {"gradient of the embedding": again * table})
+    again = sharded + bool(head and config.tie_word_embeddings)  # before it is sent to its owners, or added
+    sent = {"gradient of the embedding": again * table + own(table) * sharded}
+    moments.append(flow | gradients | sent | gathered(0))
     moments.append(out | gradients | {"AdamW's square roots": 0 if fused else own(learning * size)})
     most = max(moments, key=lambda moment: sum(moment.values()))
     return {name: int(x) for name, x in (always | most).items() if x}
