@@ -56,8 +56,6 @@ def predict_step_bytes(
         return -(-size // processes)
 
     always = {"weights": own((0 if full else weights) * s + trained * size), "AdamW": own(2 * trained * size)}
-    if autocast and not sharded:
-        always["adapters in bf16"] = adapters * s
 
     def gathered(layers):  # one that is computed with, the next one on its way; of the last one FSDP keeps the buffer
         table = count["head"] or count["embedding"]
@@ -66,11 +64,13 @@ def predict_step_bytes(
     cast = autocast and not sharded  # FSDP gathers adapters in bf16
     kept, moments_of_layer = layer_bytes(config, length, s, full, rank, cast, checkpointing)
     ins, one = "inputs of the layers (n, B, L, H)", {f"a layer's {name}": tokens * x for name, x in kept.items()}
+    copies = {"adapters in bf16": cast * adapters * s}  # autocast's, until it ends
+    one["adapters in bf16"] = cast * adapters * s // n
     if checkpointing:
         everything, first = {ins: n * states}, one | {ins: states}
         last = everything | one
     else:
-        everything = last = {f"{name}, {n} layers": n * tokens * x for name, x in kept.items()}
+        everything = last = {f"{name}, {n} layers": n * tokens * x for name, x in kept.items()} | copies
         first = one
     out = {"last hidden states (B, L, H)": states}
     flow = out | {"their gradient (B, L, H)": states}
@@ -83,7 +83,7 @@ def predict_step_bytes(
         scored = batch * completion
         loss = predict_loss_bytes(batch, completion if impl == "naive" else length, H, V, dtype, impl, scored=scored,
                                   trainable_head=full, autocast=autocast, device="cuda")  # fmt: skip
-    moments = [everything | out | norm | gathered(1) | {f"loss: {k}": x for k, x in loss.items()}]
+    moments = [everything | copies | out | norm | gathered(1) | {f"loss: {k}": x for k, x in loss.items()}]
     moments.append(everything | out | back | head | gathered(1))
     of_layer = (count["layers"] if full else adapters) // n
     for name, per_token, share in moments_of_layer:
