@@ -11,9 +11,10 @@ alone. A provider that is missing, fails or runs out of memory is a row that say
 
 Each table is a file of its own, ``<table>_<device>.csv``. Tables: head (every provider), zero (shares of zero-advantage
 sequences), off_policy (ratios against given log-probs, as with vLLM), wide (larger hidden sizes), peaked (a confident
-policy: the errors), frontier (time against memory), step; and, only when they are asked for, batch (the largest that
-trains), curves (rewards by who computes the loss), skip (``skip_zero_advantage`` on a real batch; ``bench_skip.py``),
-rollouts (vLLM beside transformers), joint (GRPO on GSM8K with vLLM's rollouts; ``bench_rollouts.py``).
+policy: the errors), frontier (time against memory), step; and, only when they are asked for, peak (of whole steps, with
+what was predicted), batch (the largest that trains), curves (rewards by who computes the loss), skip
+(``skip_zero_advantage`` on a real batch), rollouts (vLLM beside transformers), joint (GRPO on GSM8K with vLLM's
+rollouts). Those are in files of their own, ``bench_<table>.py``.
 """
 
 import argparse
@@ -252,10 +253,13 @@ def print_rows(rows):
         name = row["provider"] + (f", {row['setting']}" if row.get("setting") else "")
         ms, peak = ("-" if row.get(k) is None else f"{row[k]:,.{d}f}" for k, d in (("ms", 1), ("peak_mib", 0)))
         line = f"  {name:30} {ms:>9} ms {peak:>9} MiB"
-        if floor and row["ms"]:
+        if floor and row.get("ms"):
             line += f"  {row['ms'] / floor:5.2f} x GEMMs  {row['tflops']:7.3g} TFLOP/s"
         if row["peak_mib"] and bare and "largest_batch" not in row:
             line += f"  {row['peak_mib'] - bare:+9,.0f} MiB for the head"
+        if row.get("predicted_mib"):
+            line += f"  predicted {row['predicted_mib']:,.0f} MiB"
+            line += f": {row['predicted_mib'] / row['peak_mib'] - 1:+.1%}" if row["peak_mib"] else ""
         if row.get("shared_ms"):
             line += f"  {row['shared_ms']:,.0f} ms, {row['shared_peak_mib']:,.0f} MiB with {row['shared_batch']} each"
         if row.get("mib_per_sequence"):
@@ -269,6 +273,7 @@ def print_rows(rows):
 def main(argv=None):
     from grpo_lab import bench_curves, bench_rollouts
     from grpo_lab.bench_batch import CARDS, MODELS, batch_tables
+    from grpo_lab.bench_peak import peak_tables
     from grpo_lab.bench_skip import skip_table
     from grpo_lab.bench_step import BATCHES, step_tables
 
@@ -276,15 +281,15 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lab bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*MEMBERS, "step", "batch", "curves", "skip", "rollouts", "joint"]
-    default = names[: names.index("batch")] if torch.cuda.is_available() else ["head", "frontier", "step"]
+    names = [*MEMBERS, "step", "peak", "batch", "curves", "skip", "rollouts", "joint"]
+    default = names[: names.index("peak")] if torch.cuda.is_available() else ["head", "frontier", "step"]
     which = "which, by commas (default: those up to step on a GPU; head,frontier,step on a CPU)"
     parser.add_argument("--tables", default=",".join(default), help=which)
     parser.add_argument("--out", type=Path, help="folder for the CSV files (default: print only)")
     parser.add_argument("--providers", nargs="+", metavar="NAME", help="only these, each in quotes")
-    parser.add_argument("--models", default=",".join(MODELS), help="of step and batch, by commas (default: all)")
-    parser.add_argument("--dtypes", default="bfloat16,float32", help="of step, batch and curves (default: both)")
-    parser.add_argument("--tunings", default="lora", help="of batch: lora, full, by commas (default: lora)")
+    parser.add_argument("--models", default=",".join(MODELS), help="of step, peak and batch, by commas (default: all)")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="of step, peak, batch and curves (default: both)")
+    parser.add_argument("--tunings", help="of peak and batch: lora, full, by commas (default: peak both, batch lora)")
     cards = f"GB of the emulated cards of batch, by commas (default: {max(CARDS)}; on a CPU 0.03)"
     on_gpus = torch.cuda.device_count()
     parser.add_argument("--cards", default=str(max(CARDS) if on_gpus else 0.03), help=cards)
@@ -308,6 +313,7 @@ def main(argv=None):
     parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3, help=repeats)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    args.tunings = args.tunings or ("full,lora" if args.tables == "peak" else "lora")
     chosen = {key: getattr(args, key).split(",") for key in ("tables", "models", "dtypes", "tunings", "rollouts")}
     known = {
         "rollouts": ["transformers", "colocate", "server"],
@@ -341,6 +347,9 @@ def main(argv=None):
         if table == "step":
             models = [name for name in chosen["models"] if (name, "float32") in BATCHES]
             cells = step_tables(device, models, chosen["dtypes"], args.providers, args.repeats, args.seed)
+        elif table == "peak":
+            grid = (chosen["models"], chosen["tunings"], chosen["dtypes"])
+            cells = peak_tables(device, *grid, args.providers, args.seed)
         elif table == "batch":
             processes = on_gpus if args.config == "fsdp_2" else None
             grid = (chosen["models"], chosen["tunings"], chosen["dtypes"], cards)

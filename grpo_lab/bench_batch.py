@@ -26,18 +26,17 @@ import torch
 import torch.distributed as dist
 
 from grpo_lab.bench import what_failed
-from grpo_lab.bench_step import COMMON, MODELS, STEP_PROVIDERS, TINY, head_loss
+from grpo_lab.bench_step import COMMON, MODELS, STEP_PROVIDERS, TINY, build_model, head_loss, inputs
 from grpo_lab.head import score_in_forward
 from grpo_lab.launch import LaunchError, launch
 from grpo_lab.memory import largest_batch, measure_peak
 from grpo_lab.runs import read_json, write_json
+from grpo_lab.step_memory import CARDS
 
 MODELS = MODELS | {
     "Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
                      tie_word_embeddings=False),
 }  # fmt: skip
-# GiB that CUDA reports of an RTX 4090, an A100 of 40 GB and one of 80 GB.
-CARDS = {24: 23.6, 40: 39.4, 80: 79.1}
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
 ALLOCATOR = "expandable_segments:True"  # else up to a fifth of a card is lost in holes, to whom is chance
 SHARED = 32  # sequences of a process when the providers take turns, at most
@@ -268,11 +267,7 @@ def _standing(model, device):
 def _stepper(accelerator, spec, model, optimiser, batch):
     """``step(provider)``: an optimiser step on ``batch`` random sequences; returns its milliseconds."""
     device, (prompt, completion) = accelerator.device, spec["lengths"]
-    generator = torch.Generator(device).manual_seed(spec["seed"])
-    ids = torch.randint(spec["size"]["vocab_size"], (batch, prompt + completion), generator=generator, device=device)
-    advantages = torch.randn(batch, generator=generator, device=device)
-    mask = torch.zeros_like(ids)
-    mask[:, prompt - 1 : -1] = 1
+    ids, mask, advantages = inputs(batch, prompt, completion, spec["size"]["vocab_size"], device, spec["seed"])
 
     def step(provider):
         began = time.perf_counter()
@@ -294,19 +289,8 @@ def _stepper(accelerator, spec, model, optimiser, batch):
 
 def _prepared(accelerator, spec):
     """Model and AdamW as the trainer has them: built whole on the device, which takes a second, then sharded."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(spec["seed"])
-    config = Qwen3Config(**{"tie_word_embeddings": True} | spec["size"])
-    with accelerator.device:
-        base = model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, spec["dtype"]))
-    if spec["tuning"] == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(
-            base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
-        model.enable_input_require_grads()
+    model = build_model(spec["size"], spec["dtype"], accelerator.device, spec["seed"], spec["tuning"])
+    base = model.get_base_model() if spec["tuning"] == "lora" else model
     base.gradient_checkpointing_enable()
     score_in_forward(base)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -69,14 +69,37 @@ def bench_steps(model_name, size, dtype, cells, device, names=STEP_PROVIDERS, re
     free(device)
 
 
-def build(size, dtype, device, seed):
-    """The model in training mode and its AdamW, whose step is too small to change what a step costs."""
+def build(size, dtype, device, seed, tuning="full"):
+    """The model in training mode and the AdamW of what trains in it, whose step is too small to change its cost."""
+    model = build_model(size, dtype, device, seed, tuning).train()
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+
+
+def build_model(size, dtype, device, seed, tuning):
+    """Random weights, the head tied unless ``size`` says otherwise; tuning "lora" freezes them and puts adapters
+    of rank 16 on all linear layers but the head."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
+    config = Qwen3Config(**{"tie_word_embeddings": True} | size)
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**size, tie_word_embeddings=True)).to(getattr(torch, dtype)).train()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-6)
+        model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+        if tuning == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, adapters)
+            model.enable_input_require_grads()
+    return model
+
+
+def inputs(batch, prompt, completion, vocab, device, seed):
+    """Random ids ``(B, L)``, the mask that is 1 where a completion token is predicted, and advantages ``(B,)``."""
+    generator = torch.Generator(device).manual_seed(seed)
+    ids = torch.randint(vocab, (batch, prompt + completion), generator=generator, device=device)
+    mask = torch.zeros_like(ids)
+    mask[:, prompt - 1 : -1] = 1
+    return ids, mask, torch.randn(batch, generator=generator, device=device)
 
 
 def head_loss(name, hidden, weight, ids, mask, advantages, prompt):
@@ -89,12 +112,8 @@ def head_loss(name, hidden, weight, ids, mask, advantages, prompt):
 
 
 def _take_turns(rows, model, optimiser, about, device, repeats, seed):
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = about["batch"], about["prompt"] + about["completion"]
-    ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=device)
-    advantages = torch.randn(shape[0], generator=generator, device=device)
-    mask = torch.zeros_like(ids)
-    mask[:, about["prompt"] - 1 : -1] = 1
+    shape = about["batch"], about["prompt"], about["completion"]
+    ids, mask, advantages = inputs(*shape, model.config.vocab_size, device, seed)
     switch = model.gradient_checkpointing_enable if about["checkpointing"] else model.gradient_checkpointing_disable
     switch()
 

@@ -1,9 +1,9 @@
 """The command line: ``python -m grpo_lab run 06 -p seed 3 -f params.yaml`` executes a notebook into its run folder.
 
 ``sweep 06 -g seed 0 1 2`` executes it with many (``sweep.py``), ``compare RUNS...`` lays runs over one another
-(``compare.py``), ``bench`` measures loss heads side by side (``bench.py``), ``doctor`` looks this machine over,
-``clock`` times the notebooks, ``exercises`` writes the exercise notebooks, and ``progress FOLDER...`` prints who has
-passed which.
+(``compare.py``), ``bench`` measures loss heads side by side (``bench.py``), ``predict`` says whether a training step
+fits a card (``step_memory.py``), ``doctor`` looks this machine over, ``clock`` times the notebooks, ``exercises``
+writes the exercise notebooks, and ``progress FOLDER...`` prints who has passed which.
 
 papermill does the executing, in the notebooks' folder as JupyterLab does; the folder is the one that ``open_run`` in
 the notebook names, so the same parameters again show a finished run and resume an interrupted one.
@@ -186,6 +186,20 @@ def main(argv=None):
     command.add_argument("--key", default="reward", help="the logged quantity that is drawn and tabled")
     command.add_argument("--out", default="comparison", help="folder for tables and pictures (default: %(default)s)")
     commands.add_parser("bench", help="measure loss heads side by side (bench -h lists its options)")
+    command = commands.add_parser(
+        "predict", help="the memory of a training step, and whether it fits, before it is run"
+    )
+    command.add_argument("--model", default="Qwen3-4B", help="a model of the bench, a folder or a hub id (%(default)s)")
+    command.add_argument("--batch", type=int, nargs="+", default=[64], metavar="B", help="sequences of a GPU (64)")
+    command.add_argument("--card", type=float, default=80, metavar="GB", help="memory of a GPU (80)")
+    command.add_argument("--processes", type=int, default=1, help="GPUs that FSDP shards the model over (1)")
+    command.add_argument("--impl", choices=["chunked", "naive", "no head"], default="chunked", help="(%(default)s)")
+    command.add_argument("--tuning", choices=["full", "lora"], default="full", help="(%(default)s)")
+    command.add_argument("--rank", type=int, default=16, help="of lora (16)")
+    command.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(%(default)s)")
+    command.add_argument("--prompt", type=int, default=128, help="tokens (128)")
+    command.add_argument("--completion", type=int, default=512, help="tokens (512)")
+    command.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     commands.add_parser("doctor", help="what this machine has and lacks for the notebooks, each fault with its repair")
     command = commands.add_parser("clock", help="measure time and memory of the notebooks for the README's ladder")
     command.add_argument("numbers", nargs="*", help="00, 05, ... (default: those that have changed)")
@@ -200,6 +214,12 @@ def main(argv=None):
             return clock.main(arguments.numbers)
         if arguments.command == "doctor":
             return int(any(finding.level == "FAULT" for finding in examine()))
+        if arguments.command == "predict":
+            from grpo_lab.step_memory import report
+
+            options = {name: value for name, value in vars(arguments).items() if name not in ("command", "batch")}
+            report(batches=arguments.batch, **options)
+            return 0
         if arguments.command == "exercises":
             print(*(path.relative_to(CLONE) for path in write_exercises()), sep="\n")
             return 0

@@ -27,25 +27,28 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 def predict_loss_bytes(
     batch, length, hidden, vocab, dtype=torch.float32, impl="chunked", *,
-    chunk_tokens="auto", memory_budget=None, scored=None, trainable_head=True, device="cpu",
+    chunk_tokens="auto", memory_budget=None, scored=None, trainable_head=True, autocast=False,
+    device="cpu",
 ):  # fmt: skip
     """The tensors that are alive together at the peak of one forward and backward pass of ``grpo_loss``, in bytes.
 
     Counted beyond the inputs (hidden states, head, ids), as ``measure_peak`` does; the values' sum is the peak. batch B
     sequences of length T, states of width hidden H, vocabulary V; dtype of states and head; scored N: tokens with mask
-    1 (default B * T), all of them with a gradient; device "cuda" can be predicted on a computer without one. Holds for
-    objectives of one pass, temperature 1, no bias, no softcap.
+    1 (default B * T), all of them with a gradient; autocast: the naive softmax is in fp32 whatever dtype is; device
+    "cuda" can be predicted on a computer without one. Holds for objectives of one pass, temperature 1, no bias, no
+    softcap.
 
     Returns a dict of name to bytes. Raises ValueError for an unknown impl.
     """
     B, T, H, V = batch, length, hidden, vocab
     N, s = B * T if scored is None else scored, dtype.itemsize
+    wide = max(s, 4) if autocast else s
     if impl == "naive":
         moments = [
             {
                 "logits (B, T, V)": B * T * V * s,
-                "log-softmax, kept for the backward pass (B, T, V)": B * T * V * s,
-                "exp, log and product for the entropy (3, T, V)": 3 * T * V * s,
+                "log-softmax, kept for the backward pass (B, T, V)": B * T * V * wide,
+                "exp, log and product for the entropy (3, T, V)": 3 * T * V * wide,
                 "masked states (B, T, H)": B * T * H * s,
             },
             {

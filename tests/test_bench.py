@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lab import bench, bench_plots, bench_step, cli, plots, providers
+from grpo_lab import bench, bench_peak, bench_plots, bench_step, cli, plots, providers
 from grpo_lab.bench_files import read_table, recorded, write_table
 from grpo_lab.providers import PROVIDERS, Provider, Shape, make_inputs
 
@@ -257,6 +257,47 @@ def test_an_optimiser_that_ran_out_of_memory_starts_again(monkeypatch):
     monkeypatch.setattr(bench_step, "build", lambda *_: (model, optimiser))
     (rows,) = bench_step.bench_steps("tiny", bench_step.TINY, "float32", [(True, 2, 4, 6)], CPU, repeats=1)
     assert rows[0]["note"] == "out of memory: exp_avg" and all(row["ms"] for row in rows[1:])
+
+
+def test_peaks_are_taken_on_one_model_and_what_has_no_room_is_not_tried(monkeypatch):
+    built, stepped, real = [], [], bench_peak.build
+
+    def step(model, optimiser, name, batch, *_):
+        stepped.append((name, batch))
+        if (name, batch) == ("chunked", 4):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batch << 20
+
+    monkeypatch.setattr(bench_peak, "build", lambda *args: built.append(args) or real(*args))
+    monkeypatch.setattr(bench_peak, "_step", step)
+    monkeypatch.setattr(bench_peak, "ROOM_GIB", 1)
+    tiny = "tiny", bench_step.TINY, "float32", "lora"
+    first, *_ = cells = list(bench_peak.measured_peaks(*tiny, (2, 4, 16_384), CPU))
+    assert len(built) == 1 and stepped[0] == ("chunked", 1), "the optimiser's state is made once, on one sequence"
+    assert [(rows[0]["checkpointing"], rows[0]["batch"]) for rows in cells] == [
+        (checkpointing, batch) for checkpointing in (True, False) for batch in (2, 4, 16_384)
+    ]
+    assert [row["provider"] for row in first] == list(bench_peak.PEAK_PROVIDERS)
+    assert all(row["peak_mib"] == 2 and row["predicted_mib"] > 0 and not row["note"] for row in first)
+    assert [row["note"] for row in cells[1]] == ["", "", "out of memory: CUDA out of memory"]
+    assert all(row["note"] == "not tried: predicted beyond 1 GiB" and row["peak_mib"] is None for row in cells[2])
+
+
+def test_a_model_that_cannot_be_built_is_said_in_each_peak_row(monkeypatch):
+    monkeypatch.setattr(bench_peak, "build", lambda *_: fails(torch.OutOfMemoryError("no room")).variants[""]())
+    cells = bench_peak.measured_peaks("tiny", bench_step.TINY, "float32", "full", (2,), CPU)
+    assert {row["note"] for rows in cells for row in rows} == {"out of memory: no room"}
+
+
+def test_the_peak_table_runs_whole_steps(tmp_path, capsys):
+    options = ["--tables", "peak", "--dtypes", "bfloat16", "--out", str(tmp_path)]
+    assert cli.main(["bench", *options]) == 0
+    rows = read_table(tmp_path / "peak_cpu.csv")
+    assert len(rows) == 2 * 2 * 3 and not any(row["note"] for row in rows)
+    assert {(row["tuning"], row["checkpointing"]) for row in rows} == {
+        (tuning, checkpointing) for tuning in ("full", "lora") for checkpointing in (True, False)
+    }
+    assert "peak: model tiny, tuning lora, dtype bfloat16, checkpointing False, batch 2" in capsys.readouterr().out
 
 
 def test_one_command_writes_every_table_and_each_can_be_drawn(small, budgets, tmp_path, capsys):
