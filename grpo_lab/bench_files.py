@@ -66,7 +66,7 @@ def recorded(table, device="h200", folder=CLONE / "data" / "benchmarks") -> list
     made = rows[0]
     commit, _, dirty = made["commit"].partition("-")
     commit = commit[:7] + " with changes (see data/README.md)" * bool(dirty)
-    count = {2: "two"}.get(max(row.get("gpus") or 1 for row in rows), "one")
+    count = {2: "two"}.get(max(row.get("gpus") or row.get("processes") or 1 for row in rows), "one")
     print(f"{path.name}: recorded on {count} {made['device'].split(',')[0]}, {made['time'][:10]}, commit {commit}")
     print(", ".join(f"{name} {made[name]}" for name in VERSIONS if made.get(name)))
     return rows

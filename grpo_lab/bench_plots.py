@@ -1,4 +1,4 @@
-"""The benchmark's curves: time against memory and against the share of zero advantages, and whole training steps.
+"""The benchmark's curves: time against memory and against the share of zero advantages, whole steps, largest batches.
 
 Figures as in ``plots.py``, which draws the bars of the head table and shows all of them. What failed is left out of a
 curve and named in a bar.
@@ -113,6 +113,22 @@ def skip_figure(rows, title="A training step and its sequences of zero advantage
         label = "this policy's own rewards"
         ax.plot([share] * 2, ax.get_ylim(), ":", color=GREY, linewidth=1.4, label=label, scaley=False)
     ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def batch_figure(rows, title="The largest batch that trains"):
+    """A bar per model and provider: sequences of a GPU, on the card, tuning and dtype that the rows have in common.
+
+    rows: the bench's table "batch"; those without a largest_batch ("no head", what failed) are left out.
+    """
+    rows = [row for row in rows if row["largest_batch"] is not None]
+    first = {row["model"]: row for row in reversed(rows)}
+    names = [f"{r['model']}: {r['provider']}" if r is first[r["model"]] else r["provider"] for r in rows]
+    figure, (ax,) = bar_panels(title, ("sequences of a GPU",), names)
+    for place, row in enumerate(rows):
+        colour, _, hatch = PROVIDER_LOOKS[row["provider"]]
+        ax.barh(place, row["largest_batch"], 0.8, color=colour, hatch=hatch, edgecolor="white")
+        ax.text(row["largest_batch"], place, f" {row['largest_batch']:,}", fontsize=8, va="center")
     return figure
 
 

@@ -194,7 +194,7 @@ def bar_panels(title, x_labels, names):
     figure = Figure(figsize=(8.2, 1.2 + 0.32 * len(names)), dpi=100, layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    panels = figure.subplots(1, len(x_labels), sharey=True)
+    panels = figure.subplots(1, len(x_labels), sharey=True, squeeze=False)[0]
     for ax, label in zip(panels, x_labels):
         ax.set_xlabel(label)
         ax.margins(x=0.2)

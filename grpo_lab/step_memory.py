@@ -82,7 +82,7 @@ def predict_step_bytes(
     if impl != "no head":
         scored = batch * completion
         loss = predict_loss_bytes(batch, completion if impl == "naive" else length, H, V, dtype, impl, scored=scored,
-                                  trainable_head=full, autocast=autocast, device="cuda")  # fmt: skip
+                                  trainable_head=full, autocast=cast, device="cuda")  # fmt: skip
     moments = [everything | copies | out | norm | gathered(1) | {f"loss: {k}": x for k, x in loss.items()}]
     moments.append(everything | out | back | head | gathered(1))
     of_layer = (count["layers"] if full else adapters) // n

@@ -388,6 +388,9 @@ def test_the_committed_records_can_be_read_and_drawn():
             assert len(plots.png(draw(rows))) > 1000
     memory, time = bench_plots.steps_figure(recorded("step")).axes
     assert any(text.get_text().endswith(")") for text in memory.texts) and time.patches
+    rows = recorded("batch")
+    (bars,) = bench_plots.batch_figure(rows).axes
+    assert [bar.get_width() for bar in bars.patches] == [row["largest_batch"] for row in rows if row["largest_batch"]]
 
 
 def test_the_readme_quotes_what_was_recorded():
@@ -416,6 +419,9 @@ def test_the_readme_quotes_what_was_recorded():
     assert found.keys() == quoted.keys()
     every = [row[key] for row in [*rows.values(), *recorded("frontier")] for key in ("ms", "min_ms", "peak_mib")]
     every = {f"{value:,.0f}" for value in every if value} | {row["setting"] or "" for row in recorded("frontier")}
+    for row in recorded("batch"):
+        assert row["largest_batch"] is None or str(row["largest_batch"]) in text
+        assert f"{row['shared_ms'] / 1000:.2f}" in text
     for value, unit in re.findall(r"([\d,]+)\s(ms|MiB)", text):
         assert value in every or f"budget {value} {unit}" in every, f"{value} {unit}"
 
