@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
+from grpo_lab.head import active_adapters
+
 ROWS = 2000  # how many prompts are measured
 
 
@@ -113,4 +115,15 @@ def _check_reference(trainer):
         raise ValueError(
             f"fsdp_cpu_ram_efficient_loading: true is not supported with beta={trainer.beta}: ranks other than 0 would "
             "have a reference model without weights. Set it to false in accelerate's config file"
+        )
+
+
+def check_adapted_head(model, use_vllm):
+    """Raises ValueError for adapters on the output head that cannot be trained or, with vLLM, not be merged."""
+    head = model.get_output_embeddings()
+    active_adapters(head)
+    if use_vllm and head.weight is model.get_input_embeddings().weight:
+        raise ValueError(
+            "use_vllm=True is not supported with an adapter on an output head tied to the embeddings: vLLM gets merged "
+            "weights, and merging changes the embeddings too. Untie them, or take 'lm_head' out of target_modules"
         )

@@ -24,7 +24,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanmax, nanmin
 
 from grpo_lab import preflight, receipt, rollouts
-from grpo_lab.head import active_adapters, is_adapted, score_in_forward
+from grpo_lab.head import is_adapted, score_in_forward
 from grpo_lab.loss import grpo_loss, token_logps
 from grpo_lab.objective import Objective
 from grpo_lab.resuming import Resuming
@@ -169,7 +169,7 @@ class GRPOTrainer(Resuming, trl.GRPOTrainer):
                 m = self.accelerator.unwrap_model(m)
                 m = m.get_base_model() if hasattr(m, "get_base_model") else m
                 if args.loss_impl != "trl" and is_adapted(m.get_output_embeddings()):
-                    _check_adapted_head(m, args.use_vllm)
+                    preflight.check_adapted_head(m, args.use_vllm)
                 score_in_forward(m)
         preflight.check(self)
 
@@ -180,6 +180,17 @@ class GRPOTrainer(Resuming, trl.GRPOTrainer):
         live = {name: getattr(self, name) for name in _LIVE}
         args = Objective.from_config(self.args)
         return replace(args, temperature=self._temperature, epsilon=self.epsilon_low, **live)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        scaled = self.accelerator.scaler is not None  # fp16's scaler takes no step on such gradients
+        if grad_norm is not None and not scaled and not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"the gradient of step {self.state.global_step + 1} has the norm {float(grad_norm)}: no step was taken "
+                "on it, and the last checkpoint is whole. Look at the rewards and the metrics of the steps before; a "
+                "smaller learning_rate or max_grad_norm helps where they ran away"
+            )
+        return grad_norm
 
     def _generate_and_score_completions(self, inputs):
         if self.beta != 0.0 and self.ref_model is None and not hasattr(self.model, "peft_config"):
@@ -384,13 +395,3 @@ def _leave_process_group():
     if torch.distributed.is_initialized() and not failed:
         torch.distributed.destroy_process_group()
         time.sleep(0.3)
-
-
-def _check_adapted_head(model, use_vllm):
-    head = model.get_output_embeddings()
-    active_adapters(head)
-    if use_vllm and head.weight is model.get_input_embeddings().weight:
-        raise ValueError(
-            "use_vllm=True is not supported with an adapter on an output head tied to the embeddings: vLLM gets merged "
-            "weights, and merging changes the embeddings too. Untie them, or take 'lm_head' out of target_modules"
-        )

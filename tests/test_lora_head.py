@@ -20,7 +20,7 @@ from test_trainer import SIZE, assert_same_training, logged, tiny, trained, trai
 from trl.trainer import grpo_trainer
 
 from grpo_lab import GRPOConfig, Objective, grpo_loss, receipt, token_logps
-from grpo_lab.trainer import _check_adapted_head
+from grpo_lab.preflight import check_adapted_head
 
 BOTH = ["q_proj", "lm_head"]
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # of PEFT: it is what is tested
@@ -302,7 +302,7 @@ def test_what_an_adapter_on_the_head_excludes_is_named(tiny, tmp_path):  # noqa:
         model = get_peft_model(qwen(tied), lora()).get_base_model()
         refused = pytest.raises(ValueError, match="use_vllm=True is not supported with an adapter on an output head")
         with refused if tied else nullcontext():
-            _check_adapted_head(model, use_vllm=True)
+            check_adapted_head(model, use_vllm=True)
 
 
 def random_adapted_head(frozen, bias, B=4, T=7, H=12, V=37, r=3):

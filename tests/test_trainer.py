@@ -455,7 +455,7 @@ def test_all_advantages_zero_is_a_step_of_no_gradient(tiny, tmp_path):
         assert [row["loss"] for row in logged(t)] == [0, 0, 0]
 
 
-def test_a_loss_that_is_not_finite_names_the_step(tiny, tmp_path, monkeypatch, caplog):
+def test_a_loss_that_is_not_finite_names_the_step_and_none_is_taken_on_it(tiny, tmp_path, monkeypatch, caplog):
     t = trainer(tiny, tmp_path, verify_first_batch=False, steps=2)
     loss = t.head_loss
 
@@ -464,8 +464,10 @@ def test_a_loss_that_is_not_finite_names_the_step(tiny, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(t, "head_loss", nan_in_step_two)
     transformers.utils.logging.enable_propagation()
-    t.train()
+    with pytest.raises(FloatingPointError, match="the gradient of step 2 has the norm nan: no step was taken on it"):
+        t.train()
     assert [r.message for r in caplog.records if "the loss is nan" in r.message and "step 2" in r.message]
+    assert t.state.global_step == 1 and all(p.isfinite().all() for p in t.model.parameters())
 
 
 def test_old_log_probs_make_the_first_ratio_exactly_one(tiny, tmp_path, monkeypatch):
