@@ -290,7 +290,7 @@ def main(argv=None):
     parser.add_argument("--models", default=",".join(MODELS), help="of step, peak and batch, by commas (default: all)")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="of step, peak, batch and curves (default: both)")
     parser.add_argument("--tunings", help="of peak and batch: lora, full, by commas (default: peak both, batch lora)")
-    cards = f"GB of the emulated cards of batch, by commas (default: {max(CARDS)}; on a CPU 0.03)"
+    cards = f"GB of the emulated cards of batch, by commas, or none (default: {max(CARDS)}; on a CPU 0.03)"
     on_gpus = torch.cuda.device_count()
     parser.add_argument("--cards", default=str(max(CARDS) if on_gpus else 0.03), help=cards)
     config = "fsdp_2" if on_gpus > 1 else "gpu_1" if on_gpus else "cpu_2"
@@ -327,7 +327,7 @@ def main(argv=None):
             if name not in allowed:
                 parser.error(f"--{key}: {name!r} is none of {', '.join(allowed)}")
     try:
-        cards = [float(card) if "." in card else int(card) for card in args.cards.split(",")]
+        cards = [float(card) if "." in card else int(card) for card in args.cards.split(",") if card != "none"]
     except ValueError:
         parser.error(f"--cards: {args.cards!r}, expected numbers by commas, such as 24,80")
     if args.repeats < 1:

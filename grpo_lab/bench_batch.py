@@ -40,7 +40,7 @@ MODELS = MODELS | {
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
 ALLOCATOR = "expandable_segments:True"  # else up to a fifth of a card is lost in holes, to whom is chance
 SHARED = 32  # sequences of a process when the providers take turns, at most
-TURNS = 3  # of each provider then; the first is a warm-up
+TURNS = 5  # of each provider then; the first is a warm-up
 PATIENCE = timedelta(seconds=30)  # with a rank that is still in a trial when another has ended its own
 
 
@@ -50,7 +50,7 @@ def batch_tables(device, models, tunings, dtypes, cards, config, processes, prov
 
     largest_batch and failing_batch: sequences of a process that fit, and the fewest seen not to; peak_mib: of a process
     with the largest batch; fixed_mib, mib_per_sequence: the line through the peaks. shared_batch, shared_peak_mib,
-    shared_ms: of steps of the same batch for all; the row of "no head" has nothing else.
+    shared_ms: of steps of the same batch for all, in rows of their own, without a card.
     """
     names = [name for name in STEP_PROVIDERS if name in (providers or STEP_PROVIDERS)]
     for model in models if device.type == "cuda" else ["tiny"]:
@@ -86,10 +86,7 @@ def launched(spec, config, processes):
             entries = [json.loads(line) for line in journal.read_text().splitlines()]
             rows = [entry["row"] for entry in entries if "row" in entry]
             if entries and "shared" in entries[-1]:
-                shared = entries[-1]["shared"]
-                if "no head" in shared:
-                    rows.append(_row(spec, "no head", None, processes=rows[0]["processes"]))
-                return [row | shared.get(row["provider"], {}) for row in rows]
+                return rows + [_row(spec, name, None, **found) for name, found in entries[-1]["shared"].items()]
             if entries and "began" in entries[-1]:  # the processes died of this trial, or of the turns
                 if entries[-1]["began"] is None:
                     return rows
@@ -180,7 +177,8 @@ def search(folder):
     shared = {}
     for name, outcome in _take_turns(accelerator, spec, batch).items():
         most = _agreed(outcome, group)
-        shared[name] = dict(shared_batch=batch, shared_peak_mib=most["peak"] / 2**20, shared_ms=most["ms"])
+        shared[name] = dict(processes=accelerator.num_processes, shared_batch=batch,
+                            shared_peak_mib=most["peak"] / 2**20, shared_ms=most["ms"])  # fmt: skip
     note(shared=shared)
 
 
