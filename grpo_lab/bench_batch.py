@@ -31,7 +31,7 @@ from grpo_lab.head import score_in_forward
 from grpo_lab.launch import LaunchError, launch
 from grpo_lab.memory import largest_batch, measure_peak
 from grpo_lab.runs import read_json, write_json
-from grpo_lab.step_memory import CARDS
+from grpo_lab.step_memory import CARDS, fitting_batch, model_config
 
 MODELS = MODELS | {
     "Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
@@ -158,7 +158,7 @@ def search(folder):
         found = {"processes": accelerator.num_processes}
         peaks = lines.setdefault(provider, {})
         try:
-            fits, fails = largest_batch(trial, _card_bytes(card), peaks)
+            fits, fails = largest_batch(trial, _card_bytes(card), peaks, _guess(accelerator, spec, provider, card))
             found |= dict(largest_batch=fits, failing_batch=fails)
             died = last.get(fails, {}).get("died")
             found["note"] = f"{fails}: {died}" if died else ""
@@ -180,6 +180,15 @@ def search(folder):
         shared[name] = dict(processes=accelerator.num_processes, shared_batch=batch,
                             shared_peak_mib=most["peak"] / 2**20, shared_ms=most["ms"])  # fmt: skip
     note(shared=shared)
+
+
+def _guess(accelerator, spec, provider, card):
+    """The largest batch by prediction, or None on a CPU; TRL's head needs about what the chunked loss needs."""
+    if accelerator.device.type == "cpu":
+        return None
+    impl, dtype = "naive" if provider == "naive" else "chunked", getattr(torch, spec["dtype"])
+    options = dict(tuning=spec["tuning"], processes=accelerator.num_processes, fused=True)
+    return fitting_batch(model_config(spec["model"]), card, *spec["lengths"], dtype, impl, **options)
 
 
 def _said(outcome):

@@ -139,7 +139,7 @@ class Watch(TorchDispatchMode):
         self._bytes += size
 
 
-def largest_batch(trial, limit, peaks=None, first=16):
+def largest_batch(trial, limit, peaks=None, guess=None):
     """``(fits, fails)``: the largest batch that was seen to fit and the smallest that was seen not to, about a
     thirty-second part of it apart; fits is 0 where not even 1 does.
 
@@ -147,12 +147,12 @@ def largest_batch(trial, limit, peaks=None, first=16):
     the batch along a straight line, so that two small batches tell where the limit lies, and trials there and one step
     above settle it: four or five trials in place of the ten and more of doubling and bisection, which step in where the
     line is wrong. ``peaks``: batches and their peaks that are known already, under another limit for example; new ones
-    are added.
+    are added. ``guess``: where to begin, in place of small batches.
     """
     peaks = {} if peaks is None else peaks
     low, high, stride = 0, None, 0
     while True:
-        aim = _where_the_line_meets(limit, peaks)
+        aim = _where_the_line_meets(limit, peaks) or guess
         grain = 1 << max(0, ((aim or low) // 32).bit_length() - 1)
         if high is not None and high - low <= grain:
             return low, high
@@ -160,7 +160,7 @@ def largest_batch(trial, limit, peaks=None, first=16):
         if aim is not None and low < aim < (high or aim + 1):
             batch = aim
         elif high is None and aim is None:
-            batch = 4 * low or first
+            batch = 4 * low or 16
         elif high is None:  # beyond the line: further and further
             stride = 2 * stride or grain
             batch = low + stride

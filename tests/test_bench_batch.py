@@ -43,6 +43,9 @@ def test_peaks_that_are_known_save_trials():
 
     tried = []
     assert largest_batch(trial, 40, {4: 14.0, 16: 26.0}) == (30, 31) and tried == [30, 31]
+    for guess, trials in ((30, [30, 31]), (31, [31, 30]), (28, [28, 29, 30, 32, 31])):
+        tried = []
+        assert largest_batch(trial, 40, guess=guess) == (30, 31) and tried == trials
 
 
 def spec(**changes):
