@@ -1,7 +1,7 @@
 """The command line: ``python -m grpo_lab run 06 -p seed 3 -f params.yaml`` executes a notebook into its run folder.
 
-``sweep 06 -g seed 0 1 2`` executes it with many (``sweep.py``), ``compare RUNS...`` lays runs over one another
-(``compare.py``), ``bench`` measures loss heads side by side (``bench.py``), ``predict`` says whether a training step
+``sweep 06 -g seed 0 1 2`` executes it with many (``runs/sweep.py``), ``compare RUNS...`` lays runs over one another
+(``runs/compare.py``), ``bench`` measures loss heads side by side (``bench/``), ``predict`` says whether a training step
 fits a card (``step_memory.py``), ``doctor`` looks this machine over, ``clock`` times the notebooks, ``exercises``
 writes the exercise notebooks, and ``progress FOLDER...`` prints who has passed which.
 
@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 from grpo_lab.doctor import CLONE, examine, explain_failure, gpu_memory
-from grpo_lab.executed import to_html
-from grpo_lab.exercises import write_exercises
-from grpo_lab.parameters import merged_parameters, notebook_parameters
-from grpo_lab.progress import collected, table
+from grpo_lab.lessons.exercises import write_exercises
+from grpo_lab.lessons.progress import collected, table
 from grpo_lab.runs import Run, executing, find_run, load_run, make_folder, open_run, run_folder, run_status, set_aside
+from grpo_lab.runs.executed import to_html
+from grpo_lab.runs.parameters import merged_parameters, notebook_parameters
 
 
 def find_notebook(name):
@@ -136,7 +136,7 @@ def run(arguments):
 
 
 def run_sweep(arguments):
-    from grpo_lab.sweep import parameter_sets, sweep  # needs psutil, which `doctor` does not
+    from grpo_lab.runs.sweep import parameter_sets, sweep  # needs psutil, which `doctor` does not
 
     path, root = find_notebook(arguments.notebook), Path(arguments.root).resolve() if arguments.root else "runs"
     grid = {name: values for name, *values in arguments.grid}
@@ -160,7 +160,7 @@ def main(argv=None):
     """Exit status 0 for a finished run, 1 for a failed one, 2 for a request that cannot be met, 130 when stopped."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["bench"]:  # it reads its own options: `run` must not wait until torch is imported
-        from grpo_lab.bench import main as bench
+        from grpo_lab.bench.command import main as bench
 
         return bench(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m grpo_lab", description=__doc__.split("\n\n")[0])
@@ -209,7 +209,7 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "clock":
-            from grpo_lab import clock
+            from grpo_lab.lessons import clock
 
             return clock.main(arguments.numbers)
         if arguments.command == "doctor":
@@ -227,7 +227,7 @@ def main(argv=None):
             print(table(collected(arguments.paths)))
             return 0
         if arguments.command == "compare":
-            from grpo_lab.compare import compare
+            from grpo_lab.runs.compare import compare
 
             compare(arguments.runs, arguments.out, arguments.key)
             return 0

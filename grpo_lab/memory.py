@@ -4,7 +4,7 @@
 of tensors operation by operation, and counts matrix products, as notebook 02 draws them. Left out: the model's body,
 the optimiser, and what a BLAS library keeps for itself. On Linux and on CUDA a peak is exact to about a megabyte;
 elsewhere the process's memory is sampled, so a peak shorter than a few milliseconds can be missed. ``largest_batch``
-searches for the largest batch that fits; ``bench_batch.py`` has the trials of whole training steps.
+searches for the largest batch that fits; ``bench/batch.py`` has the trials of whole training steps.
 """
 
 import ctypes

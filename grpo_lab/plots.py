@@ -2,7 +2,7 @@
 
 Each returns a matplotlib Figure and displays nothing by itself. Colours are those of Okabe and Ito, which colour-blind
 eyes tell apart; line styles, markers and hatches do so in grey print. Left out: tables, widgets and animations;
-``bench_plots.py`` draws the benchmark's curves.
+``bench/plots.py`` draws the benchmark's curves.
 """
 
 import base64
@@ -252,7 +252,7 @@ def parts_figure(rows, title, x_label="GB"):
 def heads_figure(rows, title="Loss heads side by side", longest_ms=None):
     """Peak memory and time of each provider, one bar for a head that trains and one for a frozen head.
 
-    rows: as ``bench.bench`` gives them: provider, head ("trainable" or "frozen"), peak_mib and ms, both None where the
+    rows: as ``heads.bench`` gives them: provider, head ("trainable" or "frozen"), peak_mib and ms, both None where the
     provider failed, ms alone where time means nothing. longest_ms: where the time axis ends; a bar that goes on has its
     value in the bar, with an arrow.
     """

@@ -27,7 +27,7 @@ from grpo_lab import preflight, receipt, rollouts
 from grpo_lab.head import is_adapted, score_in_forward
 from grpo_lab.loss import grpo_loss, token_logps
 from grpo_lab.objective import Objective
-from grpo_lab.resuming import Resuming
+from grpo_lab.runs.resuming import Resuming
 
 TRL_VERSION = "1.16"
 if ".".join(trl.__version__.split(".")[:2]) != TRL_VERSION:

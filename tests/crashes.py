@@ -27,10 +27,10 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 from grpo_lab import GRPOConfig, GRPOTrainer
-from grpo_lab.checkpoints import last_checkpoint
 from grpo_lab.launch import LaunchError, launch
 from grpo_lab.policies import load_tiny_policy
 from grpo_lab.runs import Run, load_run, open_run, read_json, read_metrics
+from grpo_lab.runs.checkpoints import last_checkpoint
 from grpo_lab.tasks import arithmetic_problems
 
 STEPS = 14

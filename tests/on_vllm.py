@@ -7,7 +7,7 @@ import sys
 import torch
 
 from grpo_lab import GRPOConfig, GRPOTrainer
-from grpo_lab.bench_rollouts import varied
+from grpo_lab.bench.rollouts import varied
 from grpo_lab.policies import load_tiny_policy
 from grpo_lab.tasks import arithmetic_problems
 

@@ -125,7 +125,7 @@ def test_an_attempt_that_begins_again_keeps_the_rows_of_the_first(tmp_path):
 
 
 def test_what_ran_before_a_change_of_the_machine_is_kept(tmp_path, monkeypatch):
-    from grpo_lab import runs
+    from grpo_lab.runs import run as runs
 
     describe = runs.describe_environment
     run = open_run("07_toy", PARAMS, tmp_path)

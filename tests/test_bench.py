@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lab import bench, bench_peak, bench_plots, bench_step, cli, plots, providers
-from grpo_lab.bench_files import read_table, recorded, write_table
-from grpo_lab.providers import PROVIDERS, Provider, Shape, make_inputs
+from grpo_lab import cli, plots
+from grpo_lab.bench import heads, providers
+from grpo_lab.bench import peak as bench_peak
+from grpo_lab.bench import plots as bench_plots
+from grpo_lab.bench import step as bench_step
+from grpo_lab.bench.command import main
+from grpo_lab.bench.files import read_table, recorded, write_table
+from grpo_lab.bench.providers import PROVIDERS, Provider, Shape, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -37,14 +42,14 @@ def budgets(monkeypatch):
 def quick(monkeypatch):
     """Peaks of 1 MiB, 2 MiB, ... instead of measured ones, which take a third of a second each."""
     peaks = itertools.count(1)
-    monkeypatch.setattr(bench, "measure_peak", lambda fn, device: (fn(), next(peaks) << 20))
+    monkeypatch.setattr(heads, "measure_peak", lambda fn, device: (fn(), next(peaks) << 20))
 
 
 @pytest.fixture
 def small(monkeypatch, quick):
     """Every table of the command on the test's own shape."""
-    tables = {name: [SHAPE] for name in bench.SHAPES["cpu"]}
-    monkeypatch.setitem(bench.SHAPES, "cpu", tables | {"zero": [SHAPE, bench.replace(SHAPE, zero_share=0.5)]})
+    tables = {name: [SHAPE] for name in heads.SHAPES["cpu"]}
+    monkeypatch.setitem(heads.SHAPES, "cpu", tables | {"zero": [SHAPE, heads.replace(SHAPE, zero_share=0.5)]})
 
 
 def fails(error):
@@ -72,7 +77,7 @@ def test_advantages_of_any_batch(batch):
 @pytest.mark.parametrize("share, sequences", [(0.0, 0), (0.3, 20), (0.5, 32), (0.6, 40), (1.0, 64)])
 def test_zero_advantages_are_whole_groups_and_all_else_stays(share, sequences):
     shape = Shape(64, 16, 8, 101, 700, "float32")
-    plain, x = make_inputs(shape, CPU), make_inputs(bench.replace(shape, zero_share=share), CPU)
+    plain, x = make_inputs(shape, CPU), make_inputs(heads.replace(shape, zero_share=share), CPU)
     groups = (x["advantages"] == 0).view(-1, 4)
     assert groups.sum() == sequences and torch.equal(groups.any(1), groups.all(1))
     assert all(torch.equal(x[name], plain[name]) for name in x if name != "advantages")
@@ -94,7 +99,7 @@ def test_every_provider_is_a_row_and_failures_say_so(trainable, budgets):
         "missing": fails(ModuleNotFoundError("No module named 'x'")),
     }
     chosen = {name: p for name, p in PROVIDERS.items() if trainable or name != "Liger"}  # it compiles for seconds
-    rows = bench.bench(SHAPE, trainable, CPU, failing | chosen, repeats=2)
+    rows = heads.bench(SHAPE, trainable, CPU, failing | chosen, repeats=2)
     assert [row["provider"] for row in rows] == [*failing, *chosen]
     rows = {row["provider"]: row for row in rows}
     notes = {name: rows[name]["note"] for name in failing}
@@ -114,7 +119,7 @@ def test_every_provider_is_a_row_and_failures_say_so(trainable, budgets):
         assert 0 < row["dh_error"] < 1e-5 and row["head"] == ("trainable" if trainable else "frozen"), row
         assert 0 < row["dw_error"] < 1e-5 if trainable else row["dw_error"] is None, row
         assert row["tflops"] == pytest.approx(2 * 70 * 8 * 101 * (3 if trainable else 2) / row["ms"] / 1e9)
-    for name in chosen.keys() - set(exact) - set(bench.FLOORS):  # installed or not, working on this machine or not
+    for name in chosen.keys() - set(exact) - set(heads.FLOORS):  # installed or not, working on this machine or not
         assert rows[name]["ms"] or rows[name]["note"]
     assert "entropy" in rows["Liger, not compiled"]["lacks"] and "entropy" in rows["PyTorch"]["lacks"]
     assert rows["bare GEMMs"]["ms"] > 0 and rows["bare GEMMs"]["note"].startswith("the fastest of C 2048, C 4096: C ")
@@ -127,7 +132,7 @@ def test_a_package_that_is_not_there_is_said_to_be_absent(monkeypatch, quick):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
     names = ("Liger", "Apple CCE", "TRL", "PyTorch")
-    rows = bench.bench(SHAPE, False, CPU, {name: PROVIDERS[name] for name in names}, repeats=1)
+    rows = heads.bench(SHAPE, False, CPU, {name: PROVIDERS[name] for name in names}, repeats=1)
     assert all(row["note"].startswith("absent: ") and row["ms"] is None for row in rows), rows
 
 
@@ -140,7 +145,7 @@ def test_a_failure_in_a_later_pass_is_a_row_too(quick):
             raise torch.OutOfMemoryError("fragmented")
         return providers.grpo_loss(**x)[0]
 
-    rows = bench.bench(SHAPE, True, CPU, {"late": Provider({"": third_time}), "naive": PROVIDERS["naive"]}, repeats=3)
+    rows = heads.bench(SHAPE, True, CPU, {"late": Provider({"": third_time}), "naive": PROVIDERS["naive"]}, repeats=3)
     assert rows[0]["note"] == "out of memory: fragmented" and rows[0]["ms"] is None and len(calls) == 3
     assert rows[1]["ms"] > 0
 
@@ -150,18 +155,18 @@ def test_no_room_for_inputs_or_reference_is_said(monkeypatch, quick):
         raise torch.OutOfMemoryError("too large")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "grpo_loss", full)  # the reference's alone: providers have their own name for it
-        rows = {row["provider"]: row for row in bench.bench(SHAPE, True, CPU, CORE, repeats=1)}
+        patch.setattr(heads, "grpo_loss", full)  # the reference's alone: providers have their own name for it
+        rows = {row["provider"]: row for row in heads.bench(SHAPE, True, CPU, CORE, repeats=1)}
     assert rows["TRL"]["ms"] > 0 and rows["TRL"]["dh_error"] is None
     assert rows["TRL"]["note"] == "no float64 reference: out of memory: too large"
-    monkeypatch.setattr(bench, "make_inputs", full)
-    rows = bench.bench(SHAPE, True, CPU, CORE, repeats=1)
+    monkeypatch.setattr(heads, "make_inputs", full)
+    rows = heads.bench(SHAPE, True, CPU, CORE, repeats=1)
     assert [row["note"] for row in rows] == ["out of memory: too large"] * len(CORE)
 
 
 @pytest.mark.parametrize("option", [{}, dict(zero_share=0.5), dict(peaked=True), dict(off_policy=True)])
 def test_the_reference_is_the_float64_gradient(option):
-    shape = bench.replace(SHAPE, **option)
+    shape = heads.replace(SHAPE, **option)
     x = make_inputs(shape, CPU)
     x |= {name: x[name].double().requires_grad_() for name in ("hidden", "weight")}
     logps = torch.log_softmax(x["hidden"] @ x["weight"].T, -1).gather(-1, x["token_ids"][..., None]).squeeze(-1)
@@ -169,7 +174,7 @@ def test_the_reference_is_the_float64_gradient(option):
     assert (ratio[x["mask"] == 1] - 1).abs().max() < 0.19, "nothing is clipped"
     loss = -(ratio * x["advantages"][:, None] * x["mask"]).sum() / x["mask"].sum()
     loss.backward()
-    exact = bench.float64_gradients(shape, CPU)
+    exact = heads.float64_gradients(shape, CPU)
     for name in ("hidden", "weight"):
         assert (exact[name] - x[name].grad).norm() < 1e-10 * x[name].grad.norm()
 
@@ -178,13 +183,13 @@ def test_a_wrong_gradient_has_a_larger_error(quick):
     def off_by(factor):
         return Provider({"": lambda **x: factor * providers.grpo_loss(**x)[0]})
 
-    rows = bench.bench(SHAPE, True, CPU, {"right": off_by(1.0), "wrong": off_by(1.01)}, repeats=1)
+    rows = heads.bench(SHAPE, True, CPU, {"right": off_by(1.0), "wrong": off_by(1.01)}, repeats=1)
     for key in ("dh_error", "dw_error"):
         assert rows[0][key] < 1e-5 and rows[1][key] == pytest.approx(0.01, rel=0.01)
 
 
 def test_useful_work_shrinks_with_zero_advantages(quick):
-    (row,) = bench.bench(bench.replace(SHAPE, zero_share=0.5), True, CPU, {"chunked": PROVIDERS["chunked"]}, repeats=1)
+    (row,) = heads.bench(heads.replace(SHAPE, zero_share=0.5), True, CPU, {"chunked": PROVIDERS["chunked"]}, repeats=1)
     x = make_inputs(SHAPE, CPU)
     assert row["active"] == pytest.approx(x["mask"][4:].sum().item() / 70) and 0 < row["active"] < 1
     assert row["tflops"] == pytest.approx(2 * 70 * 8 * 101 * (1 + 2 * row["active"]) / row["ms"] / 1e9)
@@ -192,7 +197,7 @@ def test_useful_work_shrinks_with_zero_advantages(quick):
 
 @pytest.mark.parametrize("zero_share", [0.0, 0.5, 1.0])
 def test_bare_products_are_the_ones_the_gradient_needs(zero_share, monkeypatch):
-    x = make_inputs(bench.replace(SHAPE, zero_share=zero_share), CPU)
+    x = make_inputs(heads.replace(SHAPE, zero_share=zero_share), CPU)
     x["weight"].requires_grad_()
     counted, real = [0, 0], torch.mm
 
@@ -206,9 +211,9 @@ def test_bare_products_are_the_ones_the_gradient_needs(zero_share, monkeypatch):
 
 
 def test_frontier_has_both_curves_and_its_ends(budgets, monkeypatch, quick):
-    monkeypatch.setattr(bench, "TILES", (512, 4096))
-    members = {name: PROVIDERS[name] for name in bench.MEMBERS["frontier"]}
-    cells = list(bench.frontier(Shape(8, 32, 64, 3000, 200, "float32"), CPU, members, 1, 0, steps=1))
+    monkeypatch.setattr(heads, "TILES", (512, 4096))
+    members = {name: PROVIDERS[name] for name in heads.MEMBERS["frontier"]}
+    cells = list(heads.frontier(Shape(8, 32, 64, 3000, 200, "float32"), CPU, members, 1, 0, steps=1))
     assert [{row["head"] for row in cell} for cell in cells] == [{"trainable"}, {"frozen"}]
     settings = [(row["provider"], row["setting"].split(" ")[0]) for row in cells[0]]
     assert settings[:4] == [("bare GEMMs", ""), ("gradients alone", ""), ("chunked", "default"), ("chunked", "low")]
@@ -220,9 +225,9 @@ def test_frontier_has_both_curves_and_its_ends(budgets, monkeypatch, quick):
 
 
 def test_a_loss_without_budgets_leaves_rows_that_say_so(monkeypatch, quick):
-    monkeypatch.setattr(providers, "grpo_loss", lambda *args, **options: bench.grpo_loss(*args, **options))
+    monkeypatch.setattr(providers, "grpo_loss", lambda *args, **options: heads.grpo_loss(*args, **options))
     monkeypatch.setitem(PROVIDERS, "chunked, low memory", fails(TypeError("no memory_budget")))
-    cell = next(bench.frontier(SHAPE, CPU, {"chunked": PROVIDERS["chunked"]}, 1, 0))
+    cell = next(heads.frontier(SHAPE, CPU, {"chunked": PROVIDERS["chunked"]}, 1, 0))
     assert [row["setting"] for row in cell] == ["default", "low"] and cell[1]["note"] == "TypeError: no memory_budget"
 
 
@@ -328,7 +333,7 @@ def test_one_command_writes_every_table_and_each_can_be_drawn(small, budgets, tm
 
 
 def test_a_sweep_that_is_stopped_leaves_what_it_has_measured(small, tmp_path, monkeypatch):
-    real, calls = bench.bench, []
+    real, calls = heads.bench, []
 
     def second_time(*args):
         calls.append(1)
@@ -336,9 +341,9 @@ def test_a_sweep_that_is_stopped_leaves_what_it_has_measured(small, tmp_path, mo
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(bench, "bench", second_time)
+    monkeypatch.setattr(heads, "bench", second_time)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["--tables", "head", "--providers", "naive", "--repeats", "1", "--out", str(tmp_path)])
+        main(["--tables", "head", "--providers", "naive", "--repeats", "1", "--out", str(tmp_path)])
     (row,) = read_table(tmp_path / "head_cpu.csv")
     assert row["provider"] == "naive" and row["head"] == "trainable" and row["ms"] > 0
 

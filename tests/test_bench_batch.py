@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lab import bench, bench_batch
-from grpo_lab.bench_batch import batch_tables, launched, search
-from grpo_lab.bench_curves import curve_tables, print_rows
-from grpo_lab.bench_files import read_table
-from grpo_lab.bench_step import TINY
+from grpo_lab.bench import batch as bench_batch
+from grpo_lab.bench.batch import batch_tables, launched, search
+from grpo_lab.bench.command import main
+from grpo_lab.bench.curves import curve_tables, print_rows
+from grpo_lab.bench.files import read_table
+from grpo_lab.bench.step import TINY
 from grpo_lab.launch import LaunchError
 from grpo_lab.memory import largest_batch
 from grpo_lab.runs import write_json
@@ -151,7 +152,7 @@ def test_the_table_is_asked_for_by_the_command_line_and_written_card_by_card(tmp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(bench_batch, "launched", fake_launched)
     options = ["--tables", "batch", "--tunings", "lora,full", "--dtypes", "float32", "--cards", "0.5,24"]
-    assert bench.main([*options, "--providers", "naive", "chunked", "--out", str(tmp_path)]) == 0
+    assert main([*options, "--providers", "naive", "chunked", "--out", str(tmp_path)]) == 0
     assert asked == [(tuning, "float32", "cpu_2", None) for tuning in ("lora", "full")]
     rows = read_table(tmp_path / "batch_cpu.csv")
     assert [(row["tuning"], row["card_gb"], row["provider"]) for row in rows[:3]] == [

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lab import bench, bench_rollouts, cli, split
-from grpo_lab.bench_files import read_table
+from grpo_lab import cli, split
+from grpo_lab.bench import rollouts as bench_rollouts
+from grpo_lab.bench.command import main
+from grpo_lab.bench.files import read_table
 from grpo_lab.policies import load_tiny_policy
 
 CPU = torch.device("cpu")
@@ -110,7 +112,7 @@ def test_a_policy_from_a_folder_is_left_as_it_is():
 def test_one_gpu_trains(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
-        bench.main(["--tables", "joint"])
+        main(["--tables", "joint"])
     assert "CUDA_VISIBLE_DEVICES=0 python -m grpo_lab bench" in capsys.readouterr().err
 
 
@@ -138,7 +140,7 @@ def test_the_server_falls_back_to_what_needs_no_compiler_and_then_to_eager(monke
 
 def test_a_way_that_fails_first_leaves_room_for_the_next(tmp_path):
     options = ["--rollouts", "server,transformers", "--repeats", "1", "--out", str(tmp_path)]
-    bench.main(["--tables", "rollouts", *options])
+    main(["--tables", "rollouts", *options])
     server, plain = read_table(tmp_path / "rollouts_cpu.csv")
     assert server["note"].startswith("absent: vLLM") and server["completion"] is None
     assert plain["step_s"] > 0 and plain["completion"] == 24

@@ -5,8 +5,12 @@ import json
 import pytest
 import torch
 
-from grpo_lab import bench, bench_plots, bench_rollouts, bench_skip, cli, plots
-from grpo_lab.bench_files import read_table
+from grpo_lab import cli, plots
+from grpo_lab.bench import plots as bench_plots
+from grpo_lab.bench import rollouts as bench_rollouts
+from grpo_lab.bench import skip as bench_skip
+from grpo_lab.bench.command import main
+from grpo_lab.bench.files import read_table
 from grpo_lab.policies import TINY_POLICY
 from grpo_lab.trainer import GRPOTrainer
 
@@ -50,7 +54,7 @@ def test_a_policy_that_is_given_answers_gsm8k_after_a_warm_up(tmp_path, monkeypa
     problems = [{"question": f"Tom has {i} apples. How many?", "answer": f"Tom has {i}.\n#### {i}"} for i in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, problems)))
     options = ["--policy", str(TINY_POLICY), "--gsm8k", str(tmp_path), "--repeats", "1", "--out", str(tmp_path)]
-    bench.main(["--tables", "skip", *options])
+    main(["--tables", "skip", *options])
     rows = read_table(tmp_path / "skip_cpu.csv")
     assert len(rows) == len(bench_skip.TURNS) and all(row["ms"] > 0 for row in rows)
     assert rows[0]["policy"] == "tiny_policy" and rows[0]["sequences"] == 4
@@ -66,7 +70,7 @@ def test_a_turn_that_fails_leaves_those_before_it(tmp_path, monkeypatch):
         return real(self, model, inputs)
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", late)
-    bench.main(["--tables", "skip", "--repeats", "2", "--out", str(tmp_path)])
+    main(["--tables", "skip", "--repeats", "2", "--out", str(tmp_path)])
     rows = read_table(tmp_path / "skip_cpu.csv")
     assert [bool(row["ms"]) for row in rows] == [True] * 4 + [False] * (len(rows) - 4)
     assert {row["note"] for row in rows} == {None, "out of memory: of the device"}

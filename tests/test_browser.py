@@ -11,8 +11,8 @@ import pytest
 browser = pytest.importorskip("browser", reason="selenium is not installed")
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
+from grpo_lab.lessons.widgets import head_bars  # noqa: E402
 from grpo_lab.plots import format_bytes  # noqa: E402
-from grpo_lab.widgets import head_bars  # noqa: E402
 
 NOTEBOOKS = sorted((browser.ROOT / "notebooks").glob("*.ipynb"))
 WIDGETS = ".jupyter-widgets, .gl, .gd, .gd-texts"

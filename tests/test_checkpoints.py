@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers.trainer_utils import rotate_checkpoints
 
-from grpo_lab import files
-from grpo_lab.checkpoints import begin, check_model, is_whole, last_checkpoint, seal
+from grpo_lab.runs import files
+from grpo_lab.runs.checkpoints import begin, check_model, is_whole, last_checkpoint, seal
 
 
 def checkpoint(folder, step, shape=(3, 2)):

@@ -11,8 +11,8 @@ import nbformat
 import pytest
 
 from grpo_lab import cli
-from grpo_lab.parameters import typed
 from grpo_lab.runs import executing, load_run, run_folder
+from grpo_lab.runs.parameters import typed
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -5,8 +5,8 @@ import re
 import nbformat
 import pytest
 
-from grpo_lab import clock
 from grpo_lab.doctor import CLONE
+from grpo_lab.lessons import clock
 from grpo_lab.runs import read_json
 
 NOTEBOOKS = sorted((CLONE / "notebooks").glob("[0-9]*.ipynb"))

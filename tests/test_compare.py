@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from grpo_lab import cli, compare_plots, plots
-from grpo_lab.compare import by_run, collect, differing, grouped, latex, machines, markdown, spread, table
-from grpo_lab.runs import open_run
+from grpo_lab import cli, plots
+from grpo_lab.runs import compare_plots, open_run
+from grpo_lab.runs.compare import by_run, collect, differing, grouped, latex, machines, markdown, spread, table
 
 GIB = 2**30
 

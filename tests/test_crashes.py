@@ -11,8 +11,8 @@ from pathlib import Path
 import crashes
 import pytest
 
-from grpo_lab.callback import RunCallback
 from grpo_lab.runs import load_run, open_run
+from grpo_lab.runs.callback import RunCallback
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's limits of another process")

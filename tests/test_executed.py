@@ -12,8 +12,8 @@ import nbformat
 import pytest
 from test_cli import OPEN, PARAMETERS, WORK, notebook
 
-from grpo_lab.executed import FORMULA, check_injected, to_html
 from grpo_lab.runs import load_run
+from grpo_lab.runs.executed import FORMULA, check_injected, to_html
 
 ROOT = Path(__file__).resolve().parents[1]
 

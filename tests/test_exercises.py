@@ -13,7 +13,8 @@ import pytest
 import torch
 from mistakes import MISTAKES
 
-from grpo_lab import checks, cli, exercises, grading, kernels, progress
+from grpo_lab import cli, kernels
+from grpo_lab.lessons import checks, exercises, grading, progress
 
 ROOT = Path(__file__).resolve().parents[1]
 SOLVED = exercises.solved_notebooks()

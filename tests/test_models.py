@@ -11,7 +11,7 @@ import trl
 from datasets import Dataset
 from test_trainer import WORDS, assert_same_training, logged, tiny, trained  # noqa: F401
 
-from grpo_lab.bench_rollouts import varied
+from grpo_lab.bench.rollouts import varied
 from grpo_lab.head import score_in_forward
 
 SIZE = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from grpo_lab import oom, widget_plots
+from grpo_lab.lessons import oom, widget_plots
+from grpo_lab.lessons.oom import Outcome, run_capped
 from grpo_lab.memory import predict_loss_bytes
-from grpo_lab.oom import Outcome, run_capped
 
 SHAPE = dict(batch=16, length=32, hidden=32, vocab=32768)
 

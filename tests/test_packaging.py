@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = sorted((ROOT / "grpo_lab").glob("*.py"))
+MODULES = sorted((ROOT / "grpo_lab").rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEAVY = (
     "torch transformers trl peft accelerate datasets triton vllm matplotlib plotly ipywidgets IPython ipykernel "
@@ -83,7 +83,16 @@ def test_every_public_name_has_a_home():
         assert re.search(rf"\b{name}\b", home.read_text()), name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)
+def test_every_room_is_installed_named_in_the_readme_and_opens_quickly():
+    rooms = sorted(path.parent.name for path in (ROOT / "grpo_lab").glob("*/__init__.py"))
+    assert {path.parent.name for path in MODULES} == {"grpo_lab", *rooms}, "pip would leave out what has no __init__.py"
+    code = "import sys; import " + ", ".join(f"grpo_lab.{room}" for room in rooms) + "; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+    assert not set(HEAVY) & {name.split(".")[0] for name in loaded}
+    assert all(f"`{room}/`" in (ROOT / "README.md").read_text() for room in rooms)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT / "grpo_lab")))
 def test_module_is_short_documented_and_imports_what_it_may(path):
     text = path.read_text()
     tree = ast.parse(text)

@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from grpo_lab import bench_plots, plots
+from grpo_lab import plots
+from grpo_lab.bench import plots as bench_plots
 
 MEMORY = [
     {

@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from grpo_lab import cli
-from grpo_lab.bench_files import read_table
-from grpo_lab.bench_step import build_model
+from grpo_lab.bench.files import read_table
+from grpo_lab.bench.step import build_model
 from grpo_lab.memory import Watch
 from grpo_lab.step_memory import (
     CARDS,

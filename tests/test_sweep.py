@@ -13,9 +13,9 @@ import pytest
 from test_cli import OPEN, PARAMETERS, WORK, clean_environment, notebook  # noqa: F401
 
 from grpo_lab import cli
-from grpo_lab.parameters import assigned
 from grpo_lab.runs import load_run, read_json
-from grpo_lab.sweep import Job, parameter_sets, sweep
+from grpo_lab.runs.parameters import assigned
+from grpo_lab.runs.sweep import Job, parameter_sets, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = assigned(PARAMETERS)

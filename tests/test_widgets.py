@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lab import Objective, dashboard, grpo_loss, plots, widget_plots, widgets
-from grpo_lab.bench_files import recorded
+from grpo_lab import Objective, grpo_loss, plots
+from grpo_lab.bench.files import recorded
+from grpo_lab.lessons import dashboard, widget_plots, widgets
 from grpo_lab.memory import predict_loss_bytes
 from grpo_lab.plots import format_bytes
 from grpo_lab.policies import load_tiny_policy

@@ -3,15 +3,14 @@
 Of each model, dtype and tuning one build makes one step on a single sequence, which makes the optimiser's state, and
 then one measured step per checkpointing, batch and provider: peaks do not vary from step to step. What is predicted not
 to fit is not tried, and its row says so. Full: every weight trains in ``dtype``, as in the table step. LoRA: PEFT's
-adapters in fp32 on a frozen base, under autocast where that is bf16, as a trainer has it. ``bench.py`` calls this as
-the table ``peak``.
+adapters in fp32 on a frozen base, under autocast where that is bf16, as a trainer has it. This is the table ``peak``.
 """
 
 import torch
 
-from grpo_lab.bench import free, what_failed
-from grpo_lab.bench_batch import LENGTHS, MODELS
-from grpo_lab.bench_step import COMMON, TINY, build, head_loss, inputs
+from grpo_lab.bench.batch import LENGTHS, MODELS
+from grpo_lab.bench.measure import free, what_failed
+from grpo_lab.bench.step import COMMON, TINY, build, head_loss, inputs
 from grpo_lab.step_memory import predict_step_bytes
 
 PEAK_PROVIDERS = ("no head", "naive", "chunked")

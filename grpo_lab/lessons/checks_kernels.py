@@ -7,7 +7,7 @@ row must be neither read nor written. Without Triton its checks say so, and note
 import torch
 
 from grpo_lab import kernels
-from grpo_lab.grading import Inputs, check, compare, fail, generator
+from grpo_lab.lessons.grading import Inputs, check, compare, fail, generator
 
 
 @check

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from grpo_lab.files import read_json, sync, write_json
+from grpo_lab.runs.files import read_json, sync, write_json
 
 SEAL = "whole.json"
 

@@ -1,6 +1,6 @@
 """The pictures of a comparison of runs: curves with seed bands, memory against throughput, peak memory of each rank.
 
-Each takes the groups of ``compare.grouped`` and returns a matplotlib Figure, as ``plots.py`` does.
+Each takes the groups of ``compare.grouped`` and returns a matplotlib Figure, as ``grpo_lab/plots.py`` does.
 """
 
 import itertools

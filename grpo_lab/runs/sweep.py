@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_lab import guard
-from grpo_lab.files import read_json, write_json
-from grpo_lab.parameters import merged_parameters, notebook_parameters, read_yaml, refuse_unknown, typed
-from grpo_lab.runs import executing, find_run, run_folder, run_status
+from grpo_lab.runs.files import read_json, write_json
+from grpo_lab.runs.parameters import merged_parameters, notebook_parameters, read_yaml, refuse_unknown, typed
+from grpo_lab.runs.run import executing, find_run, run_folder, run_status
 
 # Of a run's output: progress, and how it ended. The rest stands in its executed notebook
 SHOWN = re.compile(r"\bstep \d+/\d+ |^error: |^[\w-]+( has finished|: \w+|  +(accuracy|took))|^  (accuracy|took): ")

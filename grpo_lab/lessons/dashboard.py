@@ -15,7 +15,8 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from grpo_lab import plots, widgets
+from grpo_lab import plots
+from grpo_lab.lessons import widgets
 from grpo_lab.runs import headless
 
 PANELS = {  # title to the lines' labels and keys; what no row holds is left out

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from grpo_lab.doctor import CLONE
-from grpo_lab.parameters import assigned, refuse_unknown, typed
+from grpo_lab.runs.parameters import assigned, refuse_unknown, typed
 
 _kept = set()
 # pandoc's rule: no space inside the dollars, no empty line, no digit after them, so that prices are no formulas
@@ -91,11 +91,12 @@ def keep_at_exit(folder):
 
 def _keep(output, copy):
     """In a process of its own: a kernel that takes more than some seconds to end is killed."""
-    command = [sys.executable, "-m", "grpo_lab.executed", output, copy]
+    code = "import sys; from grpo_lab.runs.executed import copy_with_html; copy_with_html(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, output, copy]
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     subprocess.Popen(command, cwd=CLONE, start_new_session=True, **quiet)
 
 
-if __name__ == "__main__":
-    shutil.copyfile(*sys.argv[1:])
-    to_html(sys.argv[2])
+def copy_with_html(output, copy):
+    shutil.copyfile(output, copy)
+    to_html(copy)

@@ -1,8 +1,8 @@
 """Reward curves by who computes the loss: the tiny policy on arithmetic, trained by launched processes.
 
-``bench.py`` calls this as the table ``curves``. Naive, chunked and TRL's loss start from the same weights and seeds,
-see the same problems and draw the same answers until a rounding tips one of the draws; from there they are samples of
-the same thing, if the losses are equal.
+This is the table ``curves``. Naive, chunked and TRL's loss start from the same weights and seeds, see the same problems
+and draw the same answers until a rounding tips one of the draws; from there they are samples of the same thing, if the
+losses are equal.
 """
 
 import itertools
@@ -33,7 +33,7 @@ def curve_tables(config, processes, dtypes, providers=None, steps=30, seed=0):
             spec = dict(provider=provider, dtype=dtype, seed=seed, steps=steps, config=config)
             write_json(Path(folder, "spec.json"), spec)
             script = Path(folder, "training.py")
-            script.write_text(f"from grpo_lab.bench_curves import train\ntrain({folder!r})\n")
+            script.write_text(f"from grpo_lab.bench.curves import train\ntrain({folder!r})\n")
             precision = "bf16" if dtype == "bfloat16" else "no"
             launch(script, config=config, processes=processes, options=("--mixed_precision", precision))
             yield [json.loads(line) for line in Path(folder, "rows.jsonl").read_text().splitlines()]

@@ -18,8 +18,8 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from grpo_lab import split, tasks
-from grpo_lab.bench import free, what_failed
-from grpo_lab.bench_rollouts import JOINT, config_of, load_policy, questions, warm_up
+from grpo_lab.bench.measure import free, what_failed
+from grpo_lab.bench.rollouts import JOINT, config_of, load_policy, questions, warm_up
 from grpo_lab.policies import TINY_POLICY
 from grpo_lab.rewards import accuracy_reward, gsm8k_format_reward
 from grpo_lab.runs import read_json

@@ -1,15 +1,15 @@
 """Whole training steps: backbone, loss head, backward pass and AdamW of Qwen3's shapes with random weights, tied head.
 
 All providers take turns on one model and one optimiser, so that their steps differ in the head alone. "no head" is the
-same step with nothing in the loss's place: the memory floor. ``bench.py`` calls this as the table ``step``.
+same step with nothing in the loss's place: the memory floor. This is the table ``step``.
 """
 
 import statistics
 
 import torch
 
-from grpo_lab.bench import elapsed, free, what_failed
-from grpo_lab.providers import PROVIDERS, no_head
+from grpo_lab.bench.measure import elapsed, free, what_failed
+from grpo_lab.bench.providers import PROVIDERS, no_head
 
 MODELS = {
     "Qwen3-0.6B": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),

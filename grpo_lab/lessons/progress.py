@@ -9,7 +9,7 @@ import re
 import time
 from pathlib import Path
 
-from grpo_lab.exercises import exercises_of, solved_notebooks
+from grpo_lab.lessons.exercises import exercises_of, solved_notebooks
 
 PROGRESS = "progress.jsonl"
 GENERAL = ("progress", "exercises", "notebooks")  # names that tell no student from another

@@ -1,10 +1,10 @@
 """The largest batch a process can train, of Qwen3's shapes with random weights, by who computes the loss.
 
-``bench.py`` calls this as the table ``batch``. For each model ``launch`` starts processes that search for all providers
-and card sizes (``memory.largest_batch``): a trial builds the model, shards it as accelerate's config file says, and
-takes an optimiser step with one sequence, which makes the optimiser's state, and then one with the whole batch. A card
-is emulated: the allocator may take what such a card has, less what lies outside it here (CUDA's context, NCCL). On a
-CPU nothing is capped: a trial fits if the peak that it measures does.
+This is the table ``batch``. For each model ``launch`` starts processes that search for all providers and card sizes
+(``memory.largest_batch``): a trial builds the model, shards it as accelerate's config file says, and takes an optimiser
+step with one sequence, which makes the optimiser's state, and then one with the whole batch. A card is emulated: the
+allocator may take what such a card has, less what lies outside it here (CUDA's context, NCCL). On a CPU nothing is
+capped: a trial fits if the peak that it measures does.
 
 An error in the middle of a step can leave ranks waiting for each other, or memory that nobody finds again. So the ranks
 compare notes after each trial, apart from NCCL; where they differ, or memory is missing, the processes end and new ones
@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo_lab.bench import what_failed
-from grpo_lab.bench_step import COMMON, MODELS, STEP_PROVIDERS, TINY, build_model, head_loss, inputs
+from grpo_lab.bench.measure import what_failed
+from grpo_lab.bench.step import COMMON, MODELS, STEP_PROVIDERS, TINY, build_model, head_loss, inputs
 from grpo_lab.head import score_in_forward
 from grpo_lab.launch import LaunchError, launch
 from grpo_lab.memory import largest_batch, measure_peak
@@ -71,7 +71,7 @@ def launched(spec, config, processes):
         write_json(folder / "spec.json", spec)
         script, journal = folder / "trials.py", folder / "journal.jsonl"
         setting = f"import os\nos.environ.setdefault('PYTORCH_ALLOC_CONF', {ALLOCATOR!r})"  # read when torch loads
-        script.write_text(f"{setting}\nfrom grpo_lab.bench_batch import search\nsearch({str(folder)!r})\n")
+        script.write_text(f"{setting}\nfrom grpo_lab.bench.batch import search\nsearch({str(folder)!r})\n")
         journal.touch()
         precision = "bf16" if spec["dtype"] == "bfloat16" else "no"
         note = ""

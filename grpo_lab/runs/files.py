@@ -1,6 +1,6 @@
 """What a run folder is written with: JSON files that are whole or not there, rows of metrics, and the lock of a folder.
 
-Left out: what the files mean (``runs.py``) and checkpoints (``checkpoints.py``). Imports nothing beyond Python's own.
+Left out: what the files mean (``run.py``) and checkpoints (``checkpoints.py``). Imports nothing beyond Python's own.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The benchmark's curves: time against memory and against the share of zero advantages, whole steps, largest batches.
 
-Figures as in ``plots.py``, which draws the bars of the head table and shows all of them. What failed is left out of a
-curve and named in a bar.
+Figures as in ``grpo_lab/plots.py``, which draws the bars of the head table and shows all of them. What failed is left
+out of a curve and named in a bar.
 """
 
 from matplotlib.figure import Figure

@@ -21,8 +21,8 @@ import torch
 from transformers import PrinterCallback, set_seed
 
 from grpo_lab import split, tasks
-from grpo_lab.bench import free, what_failed
-from grpo_lab.bench_step import COMMON, MODELS, TINY
+from grpo_lab.bench.measure import free, what_failed
+from grpo_lab.bench.step import COMMON, MODELS, TINY
 from grpo_lab.policies import TINY_POLICY
 from grpo_lab.preflight import avoid_faulty_attention
 from grpo_lab.rewards import accuracy_reward, gsm8k_format_reward

@@ -11,8 +11,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_lab.files import plain, read_json
-from grpo_lab.runs import RunRecord, canonical, load_run
+from grpo_lab.runs.files import plain, read_json
+from grpo_lab.runs.run import RunRecord, canonical, load_run
 
 SHARE = 0.1  # of a run's steps, the last, over which its final value is taken
 
@@ -209,7 +209,8 @@ def by_run(curves, key="reward"):
 
 def compare(paths, out, key="reward", window=10):
     """Write the comparison of the runs in ``paths`` to the folder ``out``, and print it. Returns the table."""
-    from grpo_lab import compare_plots, plots
+    from grpo_lab import plots
+    from grpo_lab.runs import compare_plots
 
     curves = collect(paths)
     groups = grouped(curves)

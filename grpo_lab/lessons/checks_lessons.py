@@ -5,7 +5,7 @@ As in ``checks.py``, which collects them; ``grading.py`` compares.
 
 import torch
 
-from grpo_lab.grading import check, compare, fail, generator
+from grpo_lab.lessons.grading import check, compare, fail, generator
 
 
 def _numbers(name, got, count):

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from grpo_lab import progress
+from grpo_lab.lessons import progress
 
 NO_BF16 = "Triton's interpreter has no bf16 arithmetic: write .to(tl.float32) right after each tl.load of logits."
 _record = {"path": None}

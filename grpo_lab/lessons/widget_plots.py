@@ -1,6 +1,6 @@
 """The pictures of the widgets' first views, for a headless run, GitHub and print, and of a pass under a cap on memory.
 
-Figures as in ``plots.py``.
+Figures as in ``grpo_lab/plots.py``.
 """
 
 import itertools
@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
+from grpo_lab.lessons.widgets import signed, tensor_looks
 from grpo_lab.plots import BLUE, GREY, IMPL_COLOURS, RED, axes, format_bytes
-from grpo_lab.widgets import signed, tensor_looks
 
 HATCHES = (None, "//", "||", "\\\\", "..")
 

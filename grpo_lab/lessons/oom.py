@@ -60,7 +60,7 @@ def run_capped(
         elif line.strip():
             said.append(line)
 
-    code = run_command([sys.executable, "-m", "grpo_lab.oom", json.dumps(spec)], on_line, env)
+    code = run_command([sys.executable, "-m", "grpo_lab.lessons.oom", json.dumps(spec)], on_line, env)
     message = said[-1] if said else ""
     wanted = WANTED.search(message)
     if code == 128 + signal.SIGKILL:

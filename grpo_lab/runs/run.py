@@ -19,9 +19,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_lab import checkpoints, executed, files
 from grpo_lab.doctor import CLONE, describe_environment, explain_failure, uncommitted
-from grpo_lab.files import plain, read_json, read_metrics, write_json
+from grpo_lab.runs import checkpoints, executed, files
+from grpo_lab.runs.files import plain, read_json, read_metrics, write_json
 
 STATES = ("running", "finished", "failed", "interrupted")
 
@@ -144,7 +144,7 @@ class Run:
         ``series`` names the curve where one run trains several times. A person who watches a notebook sees a bar;
         where nobody watches, a line is printed, at most one in five seconds.
         """
-        from grpo_lab.callback import RunCallback
+        from grpo_lab.runs.callback import RunCallback
 
         return RunCallback(self, series)
 

@@ -7,8 +7,8 @@ many get wrong it knows by name. ``record(path)`` notes the tries in a file (``p
 
 import torch
 
-from grpo_lab.checks_kernels import logits_grad_, logps_and_grad_, online_logsumexp, row_max, row_stats  # noqa: F401
-from grpo_lab.checks_lessons import (  # noqa: F401
+from grpo_lab.lessons.checks_kernels import logits_grad_, logps_and_grad_, online_logsumexp, row_max, row_stats  # noqa: F401
+from grpo_lab.lessons.checks_lessons import (  # noqa: F401
     answers_that_fit,
     brief,
     clipped_coefficients,
@@ -16,7 +16,7 @@ from grpo_lab.checks_lessons import (  # noqa: F401
     logits_bytes,
     marked_reward,
 )  # fmt: skip
-from grpo_lab.grading import Inputs, check, compare, fail, generator, record  # noqa: F401
+from grpo_lab.lessons.grading import Inputs, check, compare, fail, generator, record  # noqa: F401
 from grpo_lab.memory import Watch
 
 

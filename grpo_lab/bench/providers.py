@@ -2,7 +2,7 @@
 
 A provider takes ``(hidden, weight, token_ids, mask, advantages)`` as ``grpo_loss`` does, and ``old_logps`` where there
 are some, and returns the dapo loss, temperature 1. Providers that only give log-probs get that loss on top. Packages
-are imported when a provider runs: of one that is not installed, the ImportError becomes a row in ``bench.py``.
+are imported when a provider runs: of one that is not installed, the ImportError becomes a row of the table.
 """
 
 import math

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from grpo_lab import checkpoints, files
-from grpo_lab.runs import headless, progress_bar, show_progress
+from grpo_lab.runs import checkpoints, files
+from grpo_lab.runs.run import headless, progress_bar, show_progress
 
 SHOWN = {"loss": "loss", "reward": "reward", "rewards/accuracy_reward/mean": "accuracy", "kl": "kl"}
 
