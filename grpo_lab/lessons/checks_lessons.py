@@ -47,21 +47,25 @@ def logits_bytes(function):
 @check
 def answers_that_fit(function):
     """01: how many answers the naive loss can hold, (card, T, H, V) -> a whole number."""
-    cards, shapes = [gib << 30 for gib in (16, 24, 40, 80)], _shapes(4)
+    cards, told = [gib << 30 for gib in (16, 24, 40, 80)], ()
+    while len({tuple(numbers.tolist()) for numbers, _ in told}) < 7:  # until every mistake gives numbers of its own
+        shapes = _shapes(4)
+        T, H, V = (torch.tensor([s[name] for s in shapes], dtype=torch.float64) for name in "THV")
+        card, head, states, logits = torch.tensor(cards, dtype=torch.float64), 2 * V * H, 2 * T * H, 2 * T * V
+        exact = (card - head) / (states + 2 * logits)
+        told = [
+            (exact.floor(), ""),
+            (exact, "Half an answer does not fit: round down."),
+            (exact.ceil(), "Rounded up, the last answer does not fit: round down."),
+            ((card / (states + 2 * logits)).floor(), "The head, V x H numbers, needs its place too."),
+            (((card - head) / (states + logits)).floor(), "That is one copy of the logits: the gradient is as large."),
+            (((card - head) / (2 * logits)).floor(), "Each answer brings its hidden states too, T x H numbers."),
+            (((card - 2 * head) / (2 * states + 4 * logits)).floor(), "A bf16 number takes 2 bytes, not 4."),
+        ]
     got = [function(card, s["T"], s["H"], s["V"]) for card, s in zip(cards, shapes)]
-    places = zip(cards, shapes)
-    T, H, V = (torch.tensor([s[name] for s in shapes], dtype=torch.float64) for name in "THV")
-    card, head, states, logits = torch.tensor(cards, dtype=torch.float64), 2 * V * H, 2 * T * H, 2 * T * V
-    exact = (card - head) / (states + 2 * logits)
-    words = [f"a card of {card >> 30} GiB, T = {s['T']}, H = {s['H']}, V = {s['V']}" for card, s in places]
-    compare("answers", _numbers("answers", got, len(cards)), exact.floor(), lambda i: words[i], [
-        (exact, "Half an answer does not fit: round down."),
-        (exact.ceil(), "Rounded up, the last answer does not fit: round down."),
-        ((card / (states + 2 * logits)).floor(), "The head, V x H numbers, needs its place too."),
-        (((card - head) / (states + logits)).floor(), "That is one copy of the logits: the gradient is as large."),
-        (((card - head) / (2 * logits)).floor(), "Each answer brings its hidden states too, T x H numbers."),
-        (((card - 2 * head) / (2 * states + 4 * logits)).floor(), "A bf16 number takes 2 bytes, not 4."),
-    ], tolerance=0)  # fmt: skip
+    words = [f"a card of {c >> 30} GiB, T = {s['T']}, H = {s['H']}, V = {s['V']}" for c, s in zip(cards, shapes)]
+    got = _numbers("answers", got, len(cards))
+    compare("answers", got, exact.floor(), lambda i: words[i], told[1:], tolerance=0)
 
 
 def _tokens(count=9):
