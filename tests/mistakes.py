@@ -43,7 +43,7 @@ MISTAKES = [
     ("naive_logps", "return F", "F", r"got None; does the function end with `return`"),
     ("naive_logps", ".gather(1, ids[:, None])[:, 0]", "[:, ids]", r"got shape \(7, 7\).*entry for every id"),
     ("chunked_logps", "range(0, len(hidden), C)", "range(0, len(hidden) - C + 1, C)", r"got shape \(8,\), expected \(11,\)\. The last chunk is missing"),
-    ("chunked_logps", "ids[a : a + C]", "ids[: len(hidden[a : a + C])]", r"11 tokens, C = 4: logps\[4\]: .*ids of the first"),
+    ("chunked_logps", "ids[a : a + C]", "ids[: len(hidden[a : a + C])]", r"11 tokens, C = 4: logps\[[4-7]\]: .*ids of the first"),
     ("chunked_logps", "for a in starts]", "for a in starts]).detach(", r"autograd cannot go back"),
     ("chunked_logps", "range(0, len(hidden), C)", "range(0, len(hidden), 2 * C)", r"got shape"),
     ("chunked_logps", "naive_logps(hidden[a : a + C], weight, ids[a : a + C]) for a in starts", "naive_logps(hidden, weight, ids)", r"got shape|table of 11 rows"),
