@@ -42,6 +42,8 @@ def predict_step_bytes(
     for name, number in dict(batch=batch, completion=completion, rank=rank, processes=processes).items():
         if number < 1:
             raise ValueError(f"{name} = {number}: expected 1 or more")
+    if prompt < 0:
+        raise ValueError(f"prompt = {prompt}: expected 0 or more")
     H, V, n, s = config.hidden_size, config.vocab_size, config.num_hidden_layers, dtype.itemsize
     full, sharded, length = tuning == "full", processes > 1, prompt + completion
     autocast = s == 2 and (sharded or not full)
@@ -106,6 +108,8 @@ def predict_step_bytes(
 def fitting_batch(config, card, *args, **options):
     """The largest batch of a GPU that is predicted to fit a card of ``card`` GB; 0: not even 1. The arguments are those
     of ``predict_step_bytes`` after ``batch``."""
+    if not 0 < card < 1e6:
+        raise ValueError(f"card = {card:g}: expected the memory of a GPU in GB, above 0")
     room = (CARDS.get(card, card) - OUTSIDE_GIB) * 2**30
 
     def fits(batch):
@@ -128,6 +132,9 @@ def _check(name, value, known):
 def sizes(config):
     """Widths H of the states, F of the MLP, A of all queries, K of all keys; heads of both; whether both are normed."""
     _check("config.model_type", config.model_type, ("llama", "qwen2", "qwen3"))
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"config.{name} = {getattr(config, name)}: expected 1 or more")
     H, heads, pairs = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or H // heads
     return H, config.intermediate_size, heads * width, pairs * width, heads, pairs, config.model_type == "qwen3"
@@ -193,7 +200,7 @@ def model_config(name):
         return Qwen3Config(**{"tie_word_embeddings": True} | COMMON | MODELS[name])
     try:
         return AutoConfig.from_pretrained(name).get_text_config()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what a broken file makes transformers raise
         known = ", ".join(MODELS)
         raise ValueError(f"model = {name!r}: expected {known}, a folder with a config.json or a hub id") from error
 
@@ -203,11 +210,13 @@ def report(model, batches, card, dtype, impl, prompt, completion, **options):
     transformers' trainer."""
     config, shape = model_config(model), (prompt, completion, getattr(torch, dtype), impl)
     options["fused"] = True
+    if min(batches) < 1:
+        raise ValueError(f"batch = {min(batches)}: expected 1 or more")
     parts = predict_step_bytes(config, batches[0], *shape, **options)
+    most, cards = fitting_batch(config, card, *shape, **options), f"{options['processes']} x {card:g} GB"
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
         print(f"{size / 2**30:9.2f} GiB  {name}")
     print(f"{sum(parts.values()) / 2**30:9.2f} GiB  together, on each GPU, at batch {batches[0]}")
-    most, cards = fitting_batch(config, card, *shape, **options), f"{options['processes']} x {card:g} GB"
     fit, not_fit = (" and ".join(str(b) for b in batches if (b <= most) == wanted) for wanted in (True, False))
     fits = f"fits {cards} at batch {fit}" + f", not at {not_fit}" * bool(not_fit)
     print(f"{fits if fit else f'does not fit {cards} at batch {not_fit}'}; the largest batch of a GPU is {most}")

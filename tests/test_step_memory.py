@@ -155,14 +155,32 @@ def test_the_command_says_what_fits(capsys):
     "given, said",
     [
         ("--batch 0", "batch = 0: expected 1 or more"),
+        ("--batch 64 -3", "batch = -3: expected 1 or more"),
+        ("--prompt -600", "prompt = -600: expected 0 or more"),
+        ("--card -1", "card = -1: expected the memory of a GPU"),
+        ("--card nan", "card = nan"),
+        ("--card inf", "card = inf"),
         ("--processes 0", "processes = 0"),
         ("--model none", "model = 'none'"),
     ],
 )
 def test_what_cannot_be_predicted_is_said(given, said, capsys):
     assert cli.main(["predict", *given.split()]) == 2
-    assert said in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1 and not out
     config = model_config("Qwen3-4B")
     for name, value in (("impl", "TRL"), ("tuning", "qlora"), ("dtype", torch.float16)):
         with pytest.raises(ValueError, match=f"{name} = .*: expected one of"):
             predict_step_bytes(config, 1, 1, 1, **{name: value})
+
+
+BROKEN = ["[1]", '{"model_type": "qwen3", "hid', '{"model_type": "qwen3", "hidden_size": "x"}', '{"hidden_size": 8}',
+          '{"model_type": "llama", "num_hidden_layers": 0}', '{"model_type": "gemma2"}']  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_folder_of_no_model_that_is_known_is_named_in_a_line(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    assert cli.main(["predict", "--model", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(("error: model = ", "error: config.")) and err.count("\n") == 1 and not out
