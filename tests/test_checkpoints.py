@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers.trainer_utils import rotate_checkpoints
 
 from grpo_lab.runs import files
-from grpo_lab.runs.checkpoints import begin, check_model, is_whole, last_checkpoint, seal
+from grpo_lab.runs.checkpoints import begin, check_model, in_order, is_whole, last_checkpoint, seal
 
 
 def checkpoint(folder, step, shape=(3, 2)):
@@ -75,6 +75,17 @@ def test_after_the_clock_went_back_the_newest_checkpoint_is_not_the_one_deleted(
     os.utime(newest, (10**9, 10**9))  # by a clock of 2001
     rotate_checkpoints(str(tmp_path), save_total_limit=2, use_mtime=True)  # as transformers' Trainer calls it
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-20", "checkpoint-30"}
+
+
+def test_in_a_folder_that_was_copied_the_newest_checkpoint_is_not_the_one_deleted(tmp_path):
+    for step in (9, 10):
+        checkpoint(tmp_path, step)  # of the time of the copy
+    in_order(tmp_path)
+    for step in (11, 12):
+        newest = checkpoint(tmp_path, step)
+        rotate_checkpoints(str(tmp_path), save_total_limit=2, use_mtime=True)
+        seal(newest, step)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-11", "checkpoint-12"}
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):

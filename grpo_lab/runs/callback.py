@@ -51,6 +51,7 @@ class RunCallback(TrainerCallback):
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             if other := files.lock(args.output_dir, ".training", patience=10.0):  # ranks of a launch that is ending
                 raise ValueError(f"output_dir = {args.output_dir}: {other} is training there; wait for it or end it")
+            checkpoints.in_order(args.output_dir)
             self.bar = progress_bar()
             self.run.log(resumed_at=state.global_step, **self.label)
 

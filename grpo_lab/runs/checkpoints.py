@@ -5,6 +5,7 @@ disk. ``begin`` and ``seal`` stand around that (``callback.py`` calls them): a s
 lay on the disk before the seal did. One that a script wrote without them is judged by its files alone.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -27,14 +28,26 @@ def seal(checkpoint, step):
     for path in [*files, *{path.parent for path in files}, checkpoint.parent]:
         sync(path)
     write_json(checkpoint / SEAL, {"files": {str(path.relative_to(checkpoint)): size for path, size in files.items()}})
-    # transformers deletes the checkpoint of the oldest time first; after a clock went back that would be the newest
-    os.utime(checkpoint, (step, step))
+    os.utime(checkpoint, (step, step))  # as ``in_order`` has it
+
+
+def _all(folder):
+    """The ``checkpoint-N`` of a folder, newest first, with their steps."""
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()]
+    return sorted(((int(path.name[11:]), path) for path in found), reverse=True)
+
+
+def in_order(folder):
+    """Give each checkpoint its step for a time: transformers deletes the one of the oldest time first, which would be
+    the newest after a clock went back, or in a folder that was copied."""
+    for step, path in _all(folder):
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(path, (step, step))
 
 
 def last_checkpoint(folder):
     """The newest whole ``checkpoint-N`` of a folder, or None."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdigit()]
-    return next((path for path in sorted(found, key=lambda path: -int(path.name[11:])) if is_whole(path)), None)
+    return next((path for _, path in _all(folder) if is_whole(path)), None)
 
 
 def is_whole(checkpoint):
