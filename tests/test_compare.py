@@ -154,3 +154,69 @@ def test_what_is_no_run_is_named_in_a_line(root, tmp_path, capsys, what):
     assert cli.main(["compare", str(path), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and str(path) in said and not (tmp_path / "out").exists()
+
+
+RUBBISH = {"environment.json": '"x"', "summary.json": "3", "receipt.json": "{}", "parameters.json": "[]"}
+
+
+@pytest.mark.parametrize("name, text", [*RUBBISH.items(), ("receipt.json", '{"passed": true, "checks": [3]}')])
+def test_a_file_of_another_shape_leaves_its_run_out(tmp_path, name, text):
+    make_run(tmp_path, "naive", 0, (4, 5), 100)
+    other = make_run(tmp_path, "naive", 1, (4, 5), 100)
+    (other / name).write_text(text)
+    with pytest.warns(UserWarning, match=f"left out: .*{other.name}"):
+        assert [curve.seed for curve in collect([tmp_path])] == [0]
+    with pytest.raises(ValueError, match=other.name):
+        collect([other])
+
+
+ROWS = ['{"step": "5", "loss": 1}', '{"step": [1], "reward": 1}', '{"step": 5, "series": ["a"], "reward": 1}',
+        '{"step": null, "resumed_at": null}', '{"step": 5, "reward": "x"}', '{"step": 5, "reward": NaN}',
+        '{"step": 5, "peak_bytes": [null]}', '{"step": 5, "peak_bytes": 7, "loss": 1}',
+        '{"step": 5, "num_tokens": "x", "step_time": 1, "reward": 1}']  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*is no row of metrics")
+def test_rows_that_no_trainer_writes_do_no_harm(tmp_path):
+    run = make_run(tmp_path / "runs", "naive", 0, (4, 5), 100)
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write("\n".join(ROWS) + "\n")
+    make_run(tmp_path / "runs", "naive", 1, (4, 5), 100)
+    assert cli.main(["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+
+
+def test_a_misspelt_key_is_refused_before_anything_is_written(root, tmp_path, capsys):
+    with pytest.warns(UserWarning, match="left out"):
+        assert cli.main(["compare", str(root), "--key", "rewrd", "--out", str(tmp_path / "out")]) == 2
+    assert "--key rewrd: no run has logged it; logged are loss, " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_in_parameters_breaks_no_table_and_no_picture(tmp_path, capsys):
+    texts = ["Put $5 in $\\boxed{}$.", "first\nsecond | third", "50%_off & #1 ~^{}"]
+    for text in texts:
+        run = open_run("06_x", {"instruction": text, "seed": 0}, tmp_path / "runs")
+        run.log(1, loss=0.1, reward=0.5, num_tokens=1, step_time=1.0, peak_bytes=[GIB])
+        run.log(2, loss=0.1, reward=0.5, num_tokens=2, step_time=1.0)
+        run.finish({})
+    out = tmp_path / "out"
+    assert cli.main(["compare", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert (out / "curves.png").exists() and len((out / "table.md").read_text().splitlines()) == 2 + len(texts)
+    text = (out / "table.tex").read_text()
+    assert "Put \\$5 in \\$\\textbackslash boxed" in text and "50\\%\\_off \\& \\#1" in text
+    assert text.count("\\\\\n") == 1 + len(texts), "a line for each row"
+    capsys.readouterr()
+
+
+def test_what_ends_early_and_pictures_of_an_earlier_comparison_are_told_apart(tmp_path, capsys):
+    for seed, steps in ((0, 20), (1, 7)):
+        run = open_run("06_x", {"seed": seed}, tmp_path / "runs")
+        for step in range(1, steps + 1):
+            run.log(step, reward=0.5)
+    (tmp_path / "frontier.png").write_bytes(b"of other runs")
+    (tmp_path / "mine.txt").write_text("mine")
+    assert cli.main(["compare", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "06_x: ends at steps 7, 20; its curve has the steps that all have logged" in out
+    assert "curves.png" in out and "mine.txt" not in out
+    assert not (tmp_path / "frontier.png").exists() and (tmp_path / "mine.txt").exists()

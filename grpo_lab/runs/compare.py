@@ -58,13 +58,21 @@ def curves_of(folder):
     found = []
     for series in dict.fromkeys(row.get("series") for row in record.metrics if row["step"] is not None) or [None]:
         mine = [row for row in record.metrics if row.get("series") == series and row["step"] is not None]
-        peaks = [row for row in mine if "peak_bytes" in row]
-        rows = [row for row in mine if "loss" in row or "reward" in row]
+        peaks = [row for row in mine if (p := row.get("peak_bytes")) and isinstance(p, list) and all(map(_number, p))]
+        rows = [{name: x for name, x in row.items() if _number(x)} for row in mine if "loss" in row or "reward" in row]
         receipt = read_json(Path(folder) / (series or ".") / "receipt.json")
         most = [max(values) for values in zip(*(row["peak_bytes"] for row in peaks))]
         kind = peaks[-1].get("peak_of", "") if peaks else ""
         found.append(Curve(record, series, rows, most, kind, _throughput(rows), receipt))
+        try:
+            _ = receipt is None or (receipt["passed"], found[-1].worst_error)
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"{folder}: its receipt.json is no receipt: {str(receipt)[:60]}") from None
     return found
+
+
+def _number(value):
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _throughput(rows):
@@ -88,7 +96,7 @@ def collect(paths):
         for folder in inside:
             try:
                 found[folder.resolve()] = curves_of(folder)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 warnings.warn(f"left out: {error}", stacklevel=2)
     return [curve for curves in found.values() for curve in curves]
 
@@ -140,13 +148,13 @@ def machines(curves):
 
 
 def _short(value):
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
     return text if len(text) <= 32 else text[:12] + "..."
 
 
 def spread(values):
     """``mean`` and standard deviation over seeds, as text: "0.71 ± 0.02"; the value alone of one seed, "" of none."""
-    values = [value for value in values if value is not None and math.isfinite(value)]
+    values = [value for value in values if _number(value)]
     if not values:
         return ""
     centre = statistics.fmean(values)
@@ -213,15 +221,21 @@ def compare(paths, out, key="reward", window=10):
     from grpo_lab.runs import compare_plots
 
     curves = collect(paths)
+    logged = {name for curve in curves for row in curve.rows for name in row}
+    if logged and key not in logged:
+        raise ValueError(f"--key {key}: no run has logged it; logged are {', '.join(sorted(logged))}")
     groups = grouped(curves)
     frame = table(groups, key)
     out = Path(out)
+    pictures = compare_plots.figures(groups, key, window)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in (("table.md", markdown(frame)), ("table.tex", latex(frame))):
             (out / name).write_text(text, encoding="utf-8")
         by_run(curves, key).to_csv(out / "runs.csv", index=False)
-        for name, figure in compare_plots.figures(groups, key, window).items():
+        for name in ("frontier", "memory", "curves"):  # one of an earlier comparison must not pass for this one's
+            (out / f"{name}.png").unlink(missing_ok=True)
+        for name, figure in pictures.items():
             (out / f"{name}.png").write_bytes(plots.png(figure))
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written: {error.strerror}") from error
@@ -229,5 +243,10 @@ def compare(paths, out, key="reward", window=10):
     changed = differing([group[0].record.parameters for group in groups.values()], without=("seed",))
     for name, values in changed.items():
         print(f"{name}: {', '.join(dict.fromkeys(map(_short, values)))}")
-    print(*machines(curves), *sorted(str(path) for path in out.iterdir()), sep="\n")
+    for label, group in groups.items():
+        ends = sorted({curve.rows[-1]["step"] for curve in group if curve.rows})
+        if len(ends) > 1:
+            print(f"{label}: ends at steps {', '.join(map(str, ends))}; its curve has the steps that all have logged")
+    written = ["runs.csv", "table.md", "table.tex", *(f"{name}.png" for name in pictures)]
+    print(*machines(curves), *(out / name for name in sorted(written)), sep="\n")
     return frame

@@ -9,6 +9,11 @@ import statistics
 from grpo_lab.plots import GREY, IMPL_COLOURS, PALETTE, axes, smoothed
 
 
+def _literal(label):
+    """A label in which matplotlib sees no formula: a parameter's text may hold dollars."""
+    return label.replace("$", r"\$")
+
+
 def looks(groups):
     """Colour, line style and marker of each group."""
     styles = itertools.cycle(zip(("-", "--", ":", "-."), ("o", "s", "^", "o")))
@@ -31,7 +36,7 @@ def bands_figure(groups, key="reward", window=10, title=None):
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
         columns = [[curve[step] for curve in curves] for step in steps]
         means = [statistics.fmean(column) for column in columns]
-        ax.plot(steps, means, line, color=colour, linewidth=2, label=f"{label} ({len(curves)})")
+        ax.plot(steps, means, line, color=colour, linewidth=2, label=_literal(f"{label} ({len(curves)})"))
         if len(curves) > 1:
             spreads = [statistics.stdev(column) for column in columns]
             low, high = ([m + sign * s for m, s in zip(means, spreads)] for sign in (-1, 1))
@@ -63,7 +68,7 @@ def frontier_figure(groups, title="Memory against throughput, a point for each r
         found = [(c.tokens_per_second, max(c.peaks) / 2**30) for c in groups[label] if c.peaks and c.tokens_per_second]
         every += found
         if found:
-            ax.plot(*zip(*found), marker, color=colour, label=label, markerfacecolor="white", markersize=8)
+            ax.plot(*zip(*found), marker, color=colour, label=_literal(label), markerfacecolor="white", markersize=8)
     if not every:
         return None
     ax.plot(*zip(*frontier(every)), ":", color=GREY, linewidth=1.2, label="not beaten in both")
@@ -78,7 +83,7 @@ def ranks_figure(groups, title="Peak memory of each rank"):
     for label, (colour, *_) in looks(groups).items():
         peaks = [curve.peaks for curve in groups[label] if curve.peaks]
         for rank, sizes in enumerate(itertools.zip_longest(*peaks, fillvalue=0)):
-            rows.append((f"{label}, rank {rank}", max(sizes) / 2**30, colour))
+            rows.append((_literal(f"{label}, rank {rank}"), max(sizes) / 2**30, colour))
     if not rows:
         return None
     kinds = sorted({curve.peak_of for group in groups.values() for curve in group if curve.peaks})

@@ -73,13 +73,16 @@ def read_metrics(path):
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is still being written
         try:
             row = json.loads(line)
-            step = row["step"]
+            step, since = row["step"], row.get("resumed_at", 0)
+            if not (isinstance(step, (int, type(None))) and isinstance(since, int)):
+                raise TypeError
+            hash(row.get("series"))
         except (ValueError, KeyError, TypeError):
             broken.append((number, line))
             continue
         if "resumed_at" in row:
-            series, step, broken = row.get("series"), row["resumed_at"], []
-            rows = [r for r in rows if r.get("series") != series or r["step"] is None or r["step"] <= step]
+            series, broken = row.get("series"), []
+            rows = [r for r in rows if r.get("series") != series or r["step"] is None or r["step"] <= since]
         elif "began_again" in row:
             rows, broken = [], []
         else:
