@@ -113,11 +113,13 @@ def run(arguments):
         raise ValueError(f"{other} is executing this run in {folder}; wait for it, or change a parameter")
     if arguments.fresh and folder.exists():
         print(f"earlier run: {set_aside(folder)}")
-    status = find_run(folder, params)
-    if status.get("status") == "finished":
+    status, html = find_run(folder, params), (folder / path.name).with_suffix(".html")
+    finished = status.get("status") == "finished"
+    if finished and (html.exists() or not (folder / path.name).exists() or not os.access(folder, os.W_OK)):
         print(f"{path.stem} has finished with these parameters (--fresh runs it anew):")
     else:
-        print(f"{path.stem} -> {folder}" + (", resuming" if status else ""), flush=True)
+        how = ", finished, but for its executed notebook" if finished else ", resuming" if status else ""
+        print(f"{path.stem} -> {folder}{how}", flush=True)
         os.environ |= {
             "GRPO_LAB_RUNS": str(folder.parent),
             "GRPO_LAB_HEADLESS": "1",
@@ -125,9 +127,12 @@ def run(arguments):
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # else each kernel prints the debugger's start-up advice
         }
         make_folder(folder)
+        html.unlink(missing_ok=True)  # from here to the end its absence tells that the notebook beside it may be cut
         code = execute(path, folder, params, given)
-        if (folder / path.name).exists():
+        try:
             to_html(folder / path.name)
+        except (OSError, ValueError) as error:
+            print(f"  no HTML copy: {str(error).splitlines()[0]}", file=sys.stderr)
         if code:
             return code
         print(f"{path.stem} has finished:")
@@ -140,6 +145,8 @@ def run_sweep(arguments):
 
     path, root = find_notebook(arguments.notebook), Path(arguments.root).resolve() if arguments.root else "runs"
     grid = {name: values for name, *values in arguments.grid}
+    if len(grid) < len(arguments.grid):
+        raise ValueError("-g: a name is given twice; expected all of its values after one, as -g seed 0 1 2")
     if empty := [name for name, values in grid.items() if not values]:
         raise ValueError(f"-g {empty[0]}: expected a name and its values, as -g seed 0 1 2")
     sets = parameter_sets(notebook_parameters(path), arguments.file, arguments.parameter, grid, arguments.list)
@@ -148,6 +155,8 @@ def run_sweep(arguments):
         pairs = [option.partition("=")[::2] for option in arguments.submitit]
         options = {name: int(value) if value.isdecimal() else value for name, value in pairs}
     gpus = range(len(gpu_memory())) if arguments.gpus == ["all"] else arguments.gpus
+    if arguments.gpus and not gpus:
+        raise ValueError("--gpus all: nvidia-smi lists none; without --gpus the runs follow one another")
     try:
         runs = sweep(path, sets, root, gpus, options)
     except KeyboardInterrupt:
@@ -238,6 +247,6 @@ def main(argv=None):
         remedy = "`source .venv/bin/activate` if make has installed it, else `python -m grpo_lab doctor` says how to"
         print(f"error: {sys.executable} has no package {error.name}: {remedy}", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

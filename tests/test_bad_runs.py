@@ -3,12 +3,15 @@
 import json
 import os
 import time
+from pathlib import Path
 
+import nbformat
 import pytest
 from test_cli import OPEN, WORK, clean_environment, notebook  # noqa: F401
 
 from grpo_lab import cli
 from grpo_lab.runs import executing, load_run, open_run, run_folder, set_aside
+from grpo_lab.runs.parameters import notebook_parameters
 
 PARAMS = {"smoke": True, "seed": 0, "learning_rate": 3e-4, "name": "dapo", "limit": None}
 
@@ -70,6 +73,11 @@ def test_a_root_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
         ("learning_rate: fast", "learning_rate = 'fast': expected float"),
         ("- seed", "expected lines `name: value`, found a list"),
         ("just words", "expected lines `name: value`, found a str"),
+        ("false", "expected lines `name: value`, found a bool"),
+        ("name:", "name = None: expected str, as its default 'dapo'"),
+        ("name: no", "name = False: expected str"),
+        ("name: [dapo, grpo]", r"name = \['dapo', 'grpo'\]: expected str"),
+        ("seed: 3\n\tsmoke: true", "cannot be read as YAML: .*line 2"),
         ("a: b: c", "cannot be read as YAML: mapping values are not allowed here"),
         (b"\xff\xfe\x00", "cannot be read as YAML"),
         (None, "cannot be read as YAML: .*Is a directory"),
@@ -89,6 +97,75 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys):
     (tmp_path / "a.ipynb").write_text("{")
     assert cli.main(["run", str(tmp_path / "a.ipynb"), "--root", str(tmp_path / "out")]) == 2
     assert "is no notebook" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", ["seed = ", "seed, smoke = 0, True", "seed = 2 * smoke", "%load_ext x"])
+def test_a_parameters_cell_that_is_not_plain_is_named(tmp_path, capsys, line):
+    path = notebook(tmp_path, OPEN, WORK)
+    nb = nbformat.read(path, 4)
+    nb.cells[0].source = "smoke = True\n" + line
+    nbformat.write(nb, path)
+    assert cli.main(["run", str(path), "--root", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: parameters cell, line 2: expected `name = literal`, such as `seed = 0`\n"
+    nb.cells[0].source = "smoke: bool = True\nseed: int = 0"
+    nbformat.write(nb, path)
+    assert notebook_parameters(path) == {"smoke": True, "seed": 0}
+
+
+SHOWING = """with run:
+    if run.status != "finished":
+        run.log(1, loss=1.0)
+        run.finish({"accuracy_after": 0.75})
+print("shown")"""
+
+
+def test_a_run_that_was_killed_while_its_notebook_was_saved_gets_it_again(tmp_path, capfd):
+    path, command = notebook(tmp_path, OPEN, SHOWING), ["run", str(tmp_path / "07_toy.ipynb"), "--root", str(tmp_path)]
+    assert cli.main(command) == 0
+    folder = run_folder("07_toy", PARAMS, tmp_path)
+    executed, html, metrics = (folder / f"{name}" for name in ("07_toy.ipynb", "07_toy.html", "metrics.jsonl"))
+    rows, whole = metrics.read_text(), executed.read_text()
+    executed.write_text(whole[: len(whole) // 2])
+    html.unlink()  # it is gone until the notebook is whole
+    capfd.readouterr()
+    assert cli.main(command) == 0 and "finished, but for its executed notebook" in capfd.readouterr().out
+    assert "shown" in html.read_text() and nbformat.read(executed, 4).cells[-1].outputs[0].text == "shown\n"
+    assert metrics.read_text() == rows and path.exists(), "nothing was trained again"
+    assert cli.main(command) == 0 and "has finished with these parameters" in capfd.readouterr().out
+
+
+def test_a_disk_that_fills_under_the_executed_notebook_is_told_in_few_lines(tmp_path, capfd, monkeypatch):
+    import papermill
+
+    def execute_notebook(path, output, *args, **options):
+        Path(output).write_text("{half")
+        raise OSError(28, "No space left on device")
+
+    path = notebook(tmp_path, OPEN, WORK)
+    monkeypatch.setattr(papermill, "execute_notebook", execute_notebook)
+    assert cli.main(["run", str(path), "--root", str(tmp_path / "out")]) == 1
+    said = capfd.readouterr().err
+    assert "07_toy: disk full: " in said and "no HTML copy: " in said and said.count("\n") == 4
+    assert load_run(run_folder("07_toy", PARAMS, tmp_path / "out")).status["reason"] == "disk full"
+
+
+def test_a_file_system_that_refuses_is_named_in_a_line(tmp_path, capsys):
+    path = notebook(tmp_path, OPEN, WORK)
+    run = open_run("07_toy", PARAMS, tmp_path)
+    run.finish({})
+    (tmp_path / "replaced").write_text("mine")
+    assert cli.main(["run", str(path), "--root", str(tmp_path), "--fresh"]) == 2
+    assert cli.main(["sweep", str(path), "--root", str(tmp_path / "replaced")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all(line.startswith("error: ") and "replaced" in line for line in said)
+    assert run.folder.exists() and (tmp_path / "replaced").read_text() == "mine"
+
+
+def test_a_summary_that_is_none_is_refused_before_the_run_is_called_finished(tmp_path):
+    run = open_run("07_toy", PARAMS, tmp_path)
+    with pytest.raises(ValueError, match="summary = .*expected a dict"):
+        run.finish([1])
+    assert load_run(run.folder).status["status"] == "running"
 
 
 def test_a_clock_that_went_back_harms_nothing(tmp_path, monkeypatch):

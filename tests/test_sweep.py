@@ -46,12 +46,15 @@ def test_a_list_comes_from_a_file_and_no_set_comes_twice(tmp_path):
         (["-g", "sede", "0", "1"], "did you mean seed?"),
         (["-g", "seed", "0", "x"], "seed = 'x': expected int"),
         (["-g", "seed"], "-g seed: expected a name and its values"),
+        (["-g", "seed", "0", "-g", "seed", "1"], "-g: a name is given twice"),
+        (["-g", "seed", "0", "--gpus", "all"], "--gpus all: nvidia-smi lists none"),
         (["--list", "few.yaml"], "--list few.yaml: expected a list of sets"),
         (["--list", "none.yaml"], "--list none.yaml: cannot be read as YAML"),
     ],
 )
 def test_a_sweep_that_cannot_be_run_is_refused_before_its_first_run(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "gpu_memory", lambda: [])
     Path("few.yaml").write_text("seed: 3\n")
     path = notebook(tmp_path, OPEN, WORK)
     assert cli.main(["sweep", str(path), *arguments, "--root", str(tmp_path / "out")]) == 2

@@ -23,9 +23,17 @@ def notebook_parameters(path):
 
 
 def assigned(source):
-    """Names and values that a cell of plain assignments gives."""
-    body = ast.parse(source).body
-    return {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}
+    """Names and values that a cell of plain assignments gives. Raises ValueError for a line that is none."""
+    found = {}
+    try:
+        for node in ast.parse(source).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                (target,) = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found[target.id] = ast.literal_eval(node.value)
+    except (SyntaxError, ValueError, TypeError, AttributeError) as error:
+        line = error.lineno if isinstance(error, SyntaxError) else node.lineno
+        raise ValueError(f"parameters cell, line {line}: expected `name = literal`, such as `seed = 0`") from None
+    return found
 
 
 def refuse_unknown(names, known):
@@ -42,7 +50,7 @@ def typed(name, value, default):
     text = value.strip() if isinstance(value, str) else repr(value)
     literal = {"true": "True", "false": "False", "null": "None", "none": "None"}.get(text.lower(), text)
     try:
-        if isinstance(default, str):
+        if isinstance(default, str) and type(value) in (str, int, float):  # YAML takes `12` for a number
             return value if isinstance(value, str) else text
         parsed = float(text) if isinstance(default, float) else ast.literal_eval(literal)
     except (ValueError, SyntaxError):
@@ -68,7 +76,7 @@ def merged_parameters(defaults, files, pairs):
     given = {}
     for file in files:
         content = read_yaml(file)
-        if not isinstance(content or {}, dict):
+        if not isinstance(content, (dict, type(None))):
             raise ValueError(f"-f {file}: expected lines `name: value`, found a {type(content).__name__}")
         given |= content or {}
     given |= dict(pairs)

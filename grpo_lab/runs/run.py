@@ -160,7 +160,11 @@ class Run:
         trainer.add_callback(self.callback(series))
 
     def finish(self, summary):
-        """Write summary.json and mark the run finished; the same parameters show it from now on."""
+        """Write summary.json and mark the run finished; the same parameters show it from now on.
+
+        Raises ValueError for a summary that is no dict of names to what was found."""
+        if not isinstance(summary, dict):
+            raise ValueError(f"summary = {str(summary)[:60]}: expected a dict of names to what was found")
         self.write_json("summary.json", summary)
         if (metrics := self.folder / "metrics.jsonl").exists():
             files.sync(metrics)
@@ -298,6 +302,9 @@ def load_run(folder):
     if not isinstance(parameters, dict) or not status:
         raise ValueError(f"folder = {folder} is no run: parameters.json or status.json is missing; a run folder lies "
                          "under runs/ and is made by open_run")  # fmt: skip
-    environment, receipt, summary = (read_json(folder / f"{n}.json") for n in ("environment", "receipt", "summary"))
+    found = {name: read_json(folder / f"{name}.json") for name in ("environment", "receipt", "summary")}
+    for name, value in found.items():
+        if not isinstance(value, (dict, type(None))):
+            raise ValueError(f"{folder}: its {name}.json is no run's: {str(value)[:60]}")
     metrics = read_metrics(folder / "metrics.jsonl")
-    return RunRecord(folder, parameters, status, environment, metrics, receipt, summary)
+    return RunRecord(folder, parameters, status, metrics=metrics, **found)

@@ -41,7 +41,10 @@ class Member(NamedTuple):
     def failure(self):
         """Why it has not finished, in a line."""
         status = run_status(self.folder)
-        return f"{status.get('reason', status.get('status', 'not begun'))}: {status.get('message', '')}".split("\n")[0]
+        state = status.get("reason", status.get("status", "not begun"))
+        if state == "running":
+            state = f"executed by {other}" if (other := executing(self.folder)) else "its process ended without a word"
+        return f"{state}: {status.get('message', '')}".split("\n")[0].removesuffix(": ")
 
 
 def parameter_sets(defaults, files=(), pairs=(), grid=(), listed=None):
