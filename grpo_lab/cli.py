@@ -13,6 +13,7 @@ import argparse
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 
 from grpo_lab.doctor import CLONE, examine, explain_failure, gpu_memory
@@ -109,7 +110,10 @@ def run(arguments):
     given = merged_parameters(defaults, arguments.file, arguments.parameter)
     params = defaults | given
     folder = run_folder(path.stem, params, Path(arguments.root).resolve() if arguments.root else "runs")
-    if other := executing(folder):
+    deadline = time.monotonic() + 3.0  # a kernel whose command was killed lives on for about a second
+    while (other := executing(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if other:
         raise ValueError(f"{other} is executing this run in {folder}; wait for it, or change a parameter")
     if arguments.fresh and folder.exists():
         print(f"earlier run: {set_aside(folder)}")

@@ -123,6 +123,21 @@ def test_stop_from_the_keyboard_ends_the_kernel_and_leaves_an_interrupted_run(tm
         os.kill(kernel, 0)
 
 
+def test_the_command_after_a_killed_one_waits_for_its_kernel_to_end(tmp_path):
+    wait = "import os, time\nif not os.path.exists('go'):\n    print('asleep', flush=True); time.sleep(60)"
+    path = notebook(tmp_path, OPEN, wait, WORK)
+    command = [sys.executable, "-m", "grpo_lab", "run", str(path), "--root", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    for line in process.stdout:
+        if "asleep" in line:
+            break
+    (tmp_path / "go").touch()
+    process.kill()
+    process.wait()
+    assert executing(folder_of(tmp_path / "out")), "the kernel lives on for a moment"
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
