@@ -58,5 +58,7 @@ def test_what_trl_forgets_is_kept(tmp_path, monkeypatch, unbroken, step):
     assert crashes.outcome(folder) == unbroken
     record = load_run(folder)
     assert record.status["status"] == "finished"
+    speeds = [row for row in record.metrics if "train_runtime" in row]
+    assert len(speeds) == (step != 14), "none of an attempt that had no step left to take"
     peaks = [row for row in record.metrics if "peak_bytes" in row]
     assert all(len(row["peak_bytes"]) == 1 and row["peak_bytes"][0] > 10**8 for row in peaks) and len(peaks) >= 14

@@ -75,7 +75,7 @@ class RunCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         peaks = on_all_ranks(peak_bytes())
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and state.global_step > self.first_step:
             self._log_peaks(state, peaks)
 
     def _log_peaks(self, state, peaks):
@@ -83,10 +83,11 @@ class RunCallback(TrainerCallback):
         self.run.log(state.global_step, peak_bytes=peaks, peak_of=kind, **self.label)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero:
+        done = state.global_step - self.first_step
+        if not state.is_world_process_zero or ("train_runtime" in logs and not done):  # of no step there is no speed
             return
         self.run.log(state.global_step, **self.label, **logs)
-        now, done = time.monotonic(), state.global_step - self.first_step
+        now = time.monotonic()
         last = state.global_step >= state.max_steps
         wait = 0.3 if self.bar else self.every
         if not done or "loss" not in logs or not (last or now - self.spoke >= wait):
