@@ -108,6 +108,8 @@ def explain_failure(error, folder="."):
                 f"{free:,.0f} MiB are free where {folder} lies: free some, lower save_total_limit, or set "
                 "GRPO_LAB_RUNS to a folder on another disk. " + RESUME
             )
+        if isinstance(error, BrokenPipeError):
+            return "pipe closed", "What read this process's output, such as head, has ended. " + RESUME
         if isinstance(error, ConnectionError) or name in ("ConnectionError", "ConnectTimeout", "ReadTimeout"):
             return "server unreachable", (
                 "Start the vLLM server (grpo_lab.serve.VllmServer), check vllm_server_base_url, and see what it wrote "

@@ -120,6 +120,13 @@ def test_several_series_of_a_run_are_curves_of_their_own(tmp_path):
     assert len(groups["several"][0].peaks) == 2 and groups["several"][0].receipt and not groups["one"][0].receipt
 
 
+def test_a_renamed_run_has_its_own_name(tmp_path, monkeypatch):
+    run = open_run("00_z", {"seed": 0}, tmp_path)
+    run.finish({})
+    monkeypatch.chdir(run.folder.rename(tmp_path / "best"))
+    assert list(grouped(collect(["."]))) == ["best"]
+
+
 def test_a_run_that_trains_nothing_still_has_its_line(tmp_path):
     run = open_run("00_z", {"seed": 0}, tmp_path)
     run.finish({"loss_difference": 0.5})

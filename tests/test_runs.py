@@ -145,6 +145,7 @@ def test_write_json_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
         (MemoryError(), "failed", "out of memory", "chunk_tokens"),
         (OSError(errno.ENOSPC, "No space left on device"), "failed", "disk full", "GRPO_LAB_RUNS"),
         (ConnectionError("The vLLM server can't be reached"), "failed", "server unreachable", "VllmServer"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "failed", "pipe closed", "such as head"),
         (KeyboardInterrupt(), "interrupted", "interrupted", "last whole checkpoint"),
         (KeyError("x"), "failed", "error", "traceback"),
     ],

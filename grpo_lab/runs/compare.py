@@ -33,7 +33,8 @@ class Curve:
 
     @property
     def notebook(self):
-        return self.record.folder.name.rpartition("-")[0]
+        name = self.record.folder.resolve().name
+        return name.rpartition("-")[0] or name
 
     @property
     def seed(self):
