@@ -10,6 +10,7 @@ the notebook names, so the same parameters again show a finished run and resume 
 """
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -56,6 +57,16 @@ def show(folder):
     here = Path.cwd()
     for path in [*(path for kind in ("ipynb", "html", "png") for path in sorted(folder.glob(f"*.{kind}"))), folder]:
         print(f"  {path.relative_to(here) if path.is_relative_to(here) else path}")
+
+
+def code_of(notebook):
+    """The sources of a notebook's code cells, without what papermill has put in; None where there is no whole one."""
+    try:
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        own = [cell for cell in cells if "injected-parameters" not in cell["metadata"].get("tags", [])]
+        return ["".join(cell["source"]) for cell in own if cell["cell_type"] == "code"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def execute(path, folder, params, given):
@@ -119,6 +130,8 @@ def run(arguments):
         print(f"earlier run: {set_aside(folder)}")
     status, html = find_run(folder, params), (folder / path.name).with_suffix(".html")
     finished = status.get("status") == "finished"
+    if status and (before := code_of(folder / path.name)) and before != code_of(path):
+        print(f"{path.stem}: its code has changed since these parameters were run; --fresh runs it anew")
     if finished and (html.exists() or not (folder / path.name).exists() or not os.access(folder, os.W_OK)):
         print(f"{path.stem} has finished with these parameters (--fresh runs it anew):")
     else:

@@ -75,6 +75,7 @@ def test_a_root_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
         ("just words", "expected lines `name: value`, found a str"),
         ("false", "expected lines `name: value`, found a bool"),
         ("name:", "name = None: expected str, as its default 'dapo'"),
+        ("seed: 1\nname: grpo\nseed: 2", "few.yaml: seed is given twice"),
         ("name: no", "name = False: expected str"),
         ("name: [dapo, grpo]", r"name = \['dapo', 'grpo'\]: expected str"),
         ("seed: 3\n\tsmoke: true", "cannot be read as YAML: .*line 2"),

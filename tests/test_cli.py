@@ -73,6 +73,10 @@ def test_run_executes_into_the_folder_that_the_notebook_names_and_shows_it_again
     assert cli.main(command) == 0
     assert "has finished with these parameters" in (out := capfd.readouterr().out) and "steps: 15" in out
     assert time.perf_counter() - started < 1
+    assert "its code has changed" not in out
+    notebook(tmp_path, OPEN, WORK + "\n1 + 1")
+    assert cli.main(command) == 0
+    assert "07_toy: its code has changed since these parameters were run; --fresh" in capfd.readouterr().out
     assert cli.main([*command, "--fresh"]) == 0
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [folder.name, "replaced"]
 

@@ -62,13 +62,20 @@ def typed(name, value, default):
 
 
 def read_yaml(path, option="-f"):
-    """The content of a YAML file. Raises ValueError, in one line, for a file that cannot be read as one."""
+    """The content of a YAML file. Raises ValueError, in one line, for a file that cannot be read as one, and for a
+    name that is given twice, of which YAML's reader would take the last."""
     import yaml
 
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ValueError(f"{option} {path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    for one in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        names = [key.value for key, _ in one.value] if isinstance(one, yaml.MappingNode) else []
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{option} {path}: {twice[0]} is given twice")
+    return content
 
 
 def merged_parameters(defaults, files, pairs):
