@@ -72,6 +72,7 @@ def code_of(notebook):
 def execute(path, folder, params, given):
     """Execute the notebook into ``folder``; the exit status, with one line that says what failed and what to do."""
     import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
 
     output = folder / path.name
@@ -92,6 +93,9 @@ def execute(path, folder, params, given):
     except DeadKernelError as error:
         remedy = explain_failure(MemoryError())[1]
         failure = "kernel died", "Most often the system ended it for want of memory. " + remedy, str(error)
+    except (RuntimeError, NoSuchKernel) as error:  # what jupyter_client says of a kernel that does not start
+        remedy = "`jupyter kernelspec list` shows which python3 there is, `python -m grpo_lab doctor` what is missing."
+        failure = "no kernel", remedy, str(error)
     except KeyboardInterrupt as error:
         failure = *explain_failure(error), "stopped from the keyboard"
     except OSError as error:

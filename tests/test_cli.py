@@ -98,6 +98,18 @@ def test_dead_kernel_is_recorded(tmp_path, capfd):
     assert load_run(folder_of(tmp_path / "out")).status["reason"] == "kernel died"
 
 
+def test_a_kernel_that_does_not_start_is_recorded(tmp_path, capfd, monkeypatch):
+    import papermill
+
+    def execute_notebook(*args, **options):
+        raise RuntimeError("Kernel died before replying to kernel_info")
+
+    monkeypatch.setattr(papermill, "execute_notebook", execute_notebook)
+    assert cli.main(["run", str(notebook(tmp_path, OPEN, WORK)), "--root", str(tmp_path / "out")]) == 1
+    assert "07_toy: no kernel: Kernel died before" in capfd.readouterr().err
+    assert load_run(folder_of(tmp_path / "out")).status["reason"] == "no kernel"
+
+
 def test_notebook_without_a_run_gets_its_folder_all_the_same(tmp_path):
     assert cli.main(["run", str(notebook(tmp_path, "1 + 1")), "--root", str(tmp_path / "out")]) == 0
     assert load_run(folder_of(tmp_path / "out")).status["status"] == "finished"
