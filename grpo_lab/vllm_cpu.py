@@ -7,6 +7,7 @@ half a minute. Everything of the project runs there, with ``rollouts="colocate"`
     $(python -m grpo_lab.vllm_cpu) -m grpo_lab run 08 -p rollouts colocate
 """
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -24,9 +25,15 @@ VERSION = "0.31.0"  # the newest that TRL 1.16 supports
 
 
 def environment(folder=FOLDER):
-    """The Python of the environment, made first if it is not there whole. Raises RuntimeError, with pip's last lines,
-    where it cannot be made."""
+    """The Python of the environment, made first if it is not there whole; a second caller waits for the first. Raises
+    RuntimeError, with pip's last lines, where it cannot be made."""
     folder = Path(folder)
+    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _made(folder)
+
+
+def _made(folder):
     python, done = folder / "bin" / "python", folder / ".installed"
     seen = [*map(sysconfig.get_path, ("purelib", "platlib")), str(CLONE)]
     jupyter = f"import os; os.environ.setdefault('JUPYTER_PATH', {str(Path(sys.prefix, 'share', 'jupyter'))!r})"

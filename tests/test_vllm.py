@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,3 +70,15 @@ def test_notebook_08_runs_on_it(vllm_python, tmp_path):
     assert found["colocate_receipt"] is True and found["colocate_tokens_per_s"] > 0
     assert 0 < found["colocate_mismatch_before"] < TOLERANCE and found["colocate_mismatch_after"] < 1e-6
     assert (folder / "both.png").exists() and (folder / "mismatch.png").exists()
+
+
+def test_two_callers_make_one_environment(tmp_path, monkeypatch):
+    def made(folder):
+        inside.append(len(inside))  # 0 where nobody else is there
+        time.sleep(0.2)
+        return inside.pop()
+
+    inside = []
+    monkeypatch.setattr(vllm_cpu, "_made", made)
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(vllm_cpu.environment, [tmp_path / "vllm"] * 3)) == [0, 0, 0], "one at a time"
