@@ -120,6 +120,14 @@ def test_several_series_of_a_run_are_curves_of_their_own(tmp_path):
     assert len(groups["several"][0].peaks) == 2 and groups["several"][0].receipt and not groups["one"][0].receipt
 
 
+def test_runs_of_two_notebooks_do_not_name_what_only_one_of_them_has(tmp_path):
+    for name, params in (("06_x", {"steps": 2}), ("06_x", {"steps": 3}), ("08_y", {"steps": 4, "server": 1})):
+        run = open_run(name, params, tmp_path)
+        run.log(1, reward=1.0)
+        run.finish({})
+    assert list(grouped(collect([tmp_path]))) == ["06_x steps=2", "06_x steps=3", "08_y"]
+
+
 def test_a_renamed_run_has_its_own_name(tmp_path, monkeypatch):
     run = open_run("00_z", {"seed": 0}, tmp_path)
     run.finish({})

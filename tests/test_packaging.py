@@ -92,6 +92,14 @@ def test_every_room_is_installed_named_in_the_readme_and_opens_quickly():
     assert all(f"`{room}/`" in (ROOT / "README.md").read_text() for room in rooms)
 
 
+def test_a_folder_of_the_same_name_does_not_hide_the_package(tmp_path):
+    """As the clone does for a Python that is started beside it."""
+    (tmp_path / "grpo_lab").mkdir()
+    code = "import grpo_lab; print(grpo_lab.__file__)"
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True).strip()
+    assert found.endswith("__init__.py"), "pip install -e . once more: an older one knows no package-dir"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT / "grpo_lab")))
 def test_module_is_short_documented_and_imports_what_it_may(path):
     text = path.read_text()

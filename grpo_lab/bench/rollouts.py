@@ -1,6 +1,6 @@
 """Rollouts by vLLM beside transformers, and GRPO with both losses on GSM8K: the tables ``rollouts``, ``joint``.
 
-rollouts: whole GRPO steps of 64 sequences, each split into its parts (``split.py``); who samples is all that differs.
+rollouts: whole GRPO steps of 64 sequences, each split into its parts (``grpo_lab/split.py``); only who samples differs.
 joint: a small pre-trained policy, warmed up on GSM8K's training solutions, then trained by GRPO with accuracy and
 format rewards: naive and chunked on the same seeds, then chunked on the questions that take one or two steps. Before
 and after, one answer to each of several hundred test questions.

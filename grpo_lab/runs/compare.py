@@ -103,21 +103,25 @@ def collect(paths):
 
 
 def grouped(curves):
-    """Label to Curves that differ in the seed alone. A label names what tells the group from the others."""
+    """Label to Curves that differ in the seed alone. A label names what tells the group from the notebook's others."""
     known = {}
     for curve in curves:
         rest = {k: v for k, v in curve.record.parameters.items() if k != "seed"}
         known.setdefault((curve.notebook, curve.series, canonical(rest)), []).append(curve)
-    names = list(differing([group[0].record.parameters for group in known.values()], without=("seed",)))
-    several_notebooks = len({notebook for notebook, _, _ in known}) > 1
+    given = {}
+    for (notebook, _, _), group in known.items():
+        given.setdefault(notebook, []).append(group[0].record.parameters)
+    differ = {notebook: list(differing(dicts, without=("seed",))) for notebook, dicts in given.items()}
 
-    def order(group):
-        values = [group[0].record.parameters.get(name) for name in names]
-        return [(type(v).__name__, v if isinstance(v, (int, float, str)) else str(v)) for v in values]
+    def order(item):
+        (notebook, _, _), group = item
+        values = [group[0].record.parameters.get(name) for name in differ[notebook]]
+        return notebook, [(type(v).__name__, v if isinstance(v, (int, float, str)) else str(v)) for v in values]
 
     labels = {}
-    for (notebook, series, _), group in sorted(known.items(), key=lambda item: (item[0][0], order(item[1]))):
-        parts = [notebook] if several_notebooks or not names and series is None else []
+    for (notebook, series, _), group in sorted(known.items(), key=order):
+        names = differ[notebook]
+        parts = [notebook] if len(differ) > 1 or not names and series is None else []
         parts += [series] if series else []
         parts += [f"{n}={_short(group[0].record.parameters[n])}" for n in names if n in group[0].record.parameters]
         label = " ".join(parts)
