@@ -205,3 +205,14 @@ def test_the_readme_shows_what_notebook_06_shows():
     for name in ("accuracy", "greedy", "pass_at_k"):
         before, after = (float(found[f"{name}_{when}"]) for when in ("before", "after"))
         assert f"{name}: {before:.3g} before, {after:.3g} after" in readme
+
+
+@pytest.mark.parametrize("number", ["06", "08"])
+def test_trl_s_own_loss_trains_there_too_without_a_receipt(number, tmp_path):
+    command = [sys.executable, "-m", "grpo_lab", "run", number, "-p", "smoke", "true", "-p", "loss_impl", "trl"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GRPO_LAB_RUNS": ""}
+    result = subprocess.run([*command, "--root", str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    (folder,) = tmp_path.iterdir()
+    receipts = [value for name, value in load_run(folder).summary.items() if "receipt" in name]
+    assert receipts and not any(receipts)
