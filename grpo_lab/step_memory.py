@@ -194,7 +194,7 @@ def model_config(name):
     """The config of one of the bench's models, of a folder or of a hub id. Raises ValueError where there is none."""
     from transformers import AutoConfig, Qwen3Config
 
-    from grpo_lab.bench.batch import COMMON, MODELS
+    from grpo_lab.bench.step import COMMON, MODELS
 
     if name in MODELS:
         return Qwen3Config(**{"tie_word_embeddings": True} | COMMON | MODELS[name])

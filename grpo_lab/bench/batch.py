@@ -33,10 +33,6 @@ from grpo_lab.memory import largest_batch, measure_peak
 from grpo_lab.runs import read_json, write_json
 from grpo_lab.step_memory import CARDS, fitting_batch, model_config
 
-MODELS = MODELS | {
-    "Qwen3-8B": dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
-                     tie_word_embeddings=False),
-}  # fmt: skip
 LENGTHS = {"cuda": (128, 512), "cpu": (8, 24)}  # tokens of prompt and completion
 ALLOCATOR = "expandable_segments:True"  # else up to a fifth of a card is lost in holes, to whom is chance
 SHARED = 32  # sequences of a process when the providers take turns, at most
@@ -102,8 +98,7 @@ def _row(spec, provider, card, **found):
     about = dict(model=spec["model"], tuning=spec["tuning"], dtype=spec["dtype"], checkpointing=True, card_gb=card,
                  prompt=prompt, completion=completion, processes=None, provider=provider)  # fmt: skip
     nothing = dict(largest_batch=None, failing_batch=None, peak_mib=None, fixed_mib=None, mib_per_sequence=None,
-                   shared_batch=None, shared_peak_mib=None, shared_ms=None,
-                   note="")  # fmt: skip
+                   shared_batch=None, shared_peak_mib=None, shared_ms=None, note="")  # fmt: skip
     return about | nothing | found
 
 
@@ -244,8 +239,7 @@ def _whole_step(accelerator, spec, provider, card, batch):
         outside = total - free - torch.cuda.memory_reserved(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - outside) / total), device)
     steps = [_stepper(accelerator, spec, model, optimiser, size) for size in (1, batch)]
-    standing = _standing(model, device)
-    peak = measure_peak(lambda: [step(provider) for step in steps], device)[1] + standing
+    peak = _measured(lambda: [step(provider) for step in steps], model, device)[1]
     return {"peak": peak} if device.type == "cuda" or peak <= limit else {}
 
 
@@ -257,18 +251,18 @@ def _take_turns(accelerator, spec, batch):
     peaks, times = ({name: [] for name in spec["turns"]} for _ in range(2))
     for _ in range(TURNS):
         for name in spec["turns"]:
-            standing = _standing(model, device)
-            ms, peak = measure_peak(lambda name=name: step(name), device)
+            ms, peak = _measured(lambda name=name: step(name), model, device)
             times[name].append(ms)
-            peaks[name].append(peak + standing)
+            peaks[name].append(peak)
     return {name: {"peak": max(peaks[name][1:]), "ms": statistics.median(times[name][1:])} for name in times}
 
 
-def _standing(model, device):
-    """Bytes that are alive between steps."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return sum(p.nbytes for p in model.parameters())
+def _measured(fn, model, device):
+    """``(fn(), peak)``, with the bytes that are alive before it, of which a CPU knows the model's alone."""
+    on_gpu = device.type == "cuda"
+    standing = torch.cuda.memory_allocated(device) if on_gpu else sum(p.nbytes for p in model.parameters())
+    result, peak = measure_peak(fn, device)
+    return result, peak + standing
 
 
 def _stepper(accelerator, spec, model, optimiser, batch):

@@ -10,13 +10,13 @@ import torch
 
 from grpo_lab import bench
 from grpo_lab.bench import curves, rollouts
-from grpo_lab.bench.batch import CARDS, MODELS, batch_tables
+from grpo_lab.bench.batch import CARDS, batch_tables
 from grpo_lab.bench.files import file_name, provenance, write_table
 from grpo_lab.bench.heads import MEMBERS, OPTIONS, SHAPES, SLOW_MS, TINY, both_heads, frontier
 from grpo_lab.bench.peak import peak_tables
 from grpo_lab.bench.providers import PROVIDERS
 from grpo_lab.bench.skip import skip_table
-from grpo_lab.bench.step import BATCHES, step_tables
+from grpo_lab.bench.step import BATCHES, MODELS, step_tables
 
 
 def title(row):
@@ -119,6 +119,7 @@ def main(argv=None):
     said = [Path(part).name if part in (str(args.out), args.policy, args.gsm8k) else part for part in argv]
     where = provenance(shlex.join(["python", "-m", "grpo_lab", "bench", *said]))
     printers = dict.fromkeys(("rollouts", "joint"), rollouts.print_rows) | {"curves": curves.print_rows}
+    processes = on_gpus if args.config == "fsdp_2" else None
     for table in chosen["tables"]:
         rows, began = [], time.perf_counter()
         if table == "step":
@@ -128,11 +129,9 @@ def main(argv=None):
             grid = (chosen["models"], chosen["tunings"], chosen["dtypes"])
             cells = peak_tables(device, *grid, args.providers, args.seed)
         elif table == "batch":
-            processes = on_gpus if args.config == "fsdp_2" else None
             grid = (chosen["models"], chosen["tunings"], chosen["dtypes"], cards)
             cells = batch_tables(device, *grid, args.config, processes, args.providers, args.seed)
         elif table == "curves":
-            processes = on_gpus if args.config == "fsdp_2" else None
             options = (chosen["dtypes"], args.providers, args.steps, args.seed)
             cells = curves.curve_tables(args.config, processes, *options)
         elif table == "skip":

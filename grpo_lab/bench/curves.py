@@ -6,7 +6,6 @@ losses are equal.
 """
 
 import itertools
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -36,7 +35,7 @@ def curve_tables(config, processes, dtypes, providers=None, steps=30, seed=0):
             script.write_text(f"from grpo_lab.bench.curves import train\ntrain({folder!r})\n")
             precision = "bf16" if dtype == "bfloat16" else "no"
             launch(script, config=config, processes=processes, options=("--mixed_precision", precision))
-            yield [json.loads(line) for line in Path(folder, "rows.jsonl").read_text().splitlines()]
+            yield read_json(Path(folder, "rows.json"))
 
 
 def train(folder):
@@ -66,7 +65,7 @@ def train(folder):
         receipt = trainer.receipt and trainer.receipt["passed"]
         rows = [about | {key: row[key] for key in ("step", "reward", "grad_norm")} | {"receipt": receipt}
                 for row in trainer.state.log_history if "reward" in row]  # fmt: skip
-        Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_json(Path(folder, "rows.json"), rows)
 
 
 def print_rows(rows):

@@ -8,9 +8,9 @@ adapters in fp32 on a frozen base, under autocast where that is bf16, as a train
 
 import torch
 
-from grpo_lab.bench.batch import LENGTHS, MODELS
+from grpo_lab.bench.batch import LENGTHS
 from grpo_lab.bench.measure import free, what_failed
-from grpo_lab.bench.step import COMMON, TINY, build, head_loss, inputs
+from grpo_lab.bench.step import COMMON, MODELS, TINY, build, head_loss, inputs
 from grpo_lab.step_memory import predict_step_bytes
 
 PEAK_PROVIDERS = ("no head", "naive", "chunked")
